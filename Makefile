@@ -1,0 +1,46 @@
+# Every target does its own set-up: a fresh machine needs Python 3.11 (or later) and make.
+#   make demo    a real Redis, a worker, 370 recorded streams, a crash in the middle
+#   make test    the whole suite        make lint    ruff and mypy
+#   make bench   the measurements       make train   the demo's network, from its data
+# PYTHON=... chooses an interpreter; without it the first of these that really runs is taken
+# (a version manager's stand-in for a Python that is not installed does not).
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: demo test lint format bench train clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "slotstream needs Python 3.11 or later with the venv module; none was found. Install one, or say PYTHON=/path/to/python3."; exit 1; }
+	@echo "setting up $(VENV) with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/slotstream demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+train: $(STAMP)
+	$(BIN)/python -m slotstream_worker.demo.train $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,226 @@
+"""Arrays as bytes and back: the one place where values cross the wire.
+
+A frame or an output is a msgpack map `{"dtype": name, "shape": [...], "data": bytes}`, the data
+little-endian in C order. Nothing is ever unpickled, lengths are checked before anything is
+allocated, and what a producer sent is only ever read.
+
+    frames = FrameCodec("float32", (10, 40))
+    raw = frames.encode(array)
+    array = frames.decode(raw)            # raises BadFrame, whose `code` goes into the reply
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import prod
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from slotstream.errors import BadFrame
+
+Array = NDArray[np.generic]
+
+# Wire names of dtypes. NumPy's own string forms are not used: `dtype.str` of bfloat16 is `<V2`.
+_NUMPY = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 complex64 complex128"
+).split()
+_ML = (
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+).split()
+DTYPES = (*_NUMPY, *_ML)
+MAX_RANK = 16
+MAX_FRAME_BYTES = 64 * 2**20
+_FIELDS = {"dtype", "shape", "data"}
+
+
+def dtype_of(name: str) -> np.dtype[np.generic]:
+    """NumPy dtype of a wire name; raises `BadFrame` (code `dtype`) for any other name."""
+    if name in _NUMPY:
+        return np.dtype(name)
+    if name in _ML:
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise BadFrame(
+                "dtype", f"dtype {name} needs the package ml_dtypes; pip install ml_dtypes"
+            ) from None
+        return np.dtype(getattr(ml_dtypes, name))
+    hint = ""
+    if name[:1] in "<>=|":
+        hint = "; data is always little-endian, and the name has no byte-order mark"
+    raise BadFrame("dtype", f"dtype {name[:40]!r} is not one of {', '.join(_NUMPY)}, bfloat16, "
+                            f"float8_*{hint}")
+
+
+def name_of(dtype: np.dtype[np.generic]) -> str:
+    """Wire name of a NumPy dtype; raises `BadFrame` for one the wire has no name for."""
+    name = np.dtype(dtype).name
+    if name not in DTYPES:
+        raise BadFrame("dtype", f"arrays of dtype {dtype} cannot be sent; the wire knows "
+                                f"{', '.join(_NUMPY)}, bfloat16, float8_*")
+    return name
+
+
+def _data(array: Array) -> bytes:
+    """An array's bytes, little-endian in C order, whatever its own layout."""
+    if array.dtype.byteorder == ">" or (sys.byteorder == "big" and array.dtype.byteorder == "="):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array.tobytes(order="C")
+
+
+def encode(array: Array | Mapping[str, Array]) -> bytes:
+    """Encode one array, or a mapping of names to arrays (a model with several outputs)."""
+    if isinstance(array, Mapping):
+        parts = [_map_header(len(array))]
+        for name, value in array.items():
+            parts += [msgpack.packb(name), encode(value)]
+        return b"".join(parts)
+    array = np.asarray(array)
+    name = name_of(array.dtype.newbyteorder("="))
+    raw: bytes = msgpack.packb({"dtype": name, "shape": list(array.shape), "data": _data(array)})
+    return raw
+
+
+def _map_header(size: int) -> bytes:
+    header: bytes = msgpack.Packer().pack_map_header(size)
+    return header
+
+
+def header(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
+    """All bytes of a frame's encoding that stand before its data: the same for every frame."""
+    nbytes = prod(shape) * np.dtype(dtype).itemsize
+    prefix = msgpack.packb({"dtype": name_of(dtype), "shape": list(shape), "data": b""})
+    # The empty data is two bytes, bin8 and a length of 0; its header depends on the real length.
+    return bytes(prefix[:-2]) + _bin_header(nbytes)
+
+
+def _bin_header(nbytes: int) -> bytes:
+    if nbytes < 2**8:
+        return b"\xc4" + nbytes.to_bytes(1, "big")
+    if nbytes < 2**16:
+        return b"\xc5" + nbytes.to_bytes(2, "big")
+    return b"\xc6" + nbytes.to_bytes(4, "big")
+
+
+def _unpack(raw: bytes, max_bytes: int) -> object:
+    """Parse msgpack under limits; raises `BadFrame` with what is wrong."""
+    if len(raw) > max_bytes:
+        raise BadFrame("too_large", f"a frame is at most {max_bytes} bytes, got {len(raw)}")
+    if not raw:
+        raise BadFrame("not_msgpack", "the frame is empty; it is a msgpack map of dtype, shape, "
+                                      "data")
+    try:
+        return msgpack.unpackb(
+            raw, raw=False, strict_map_key=True, use_list=True, max_str_len=256,
+            max_bin_len=max_bytes, max_array_len=1024, max_map_len=1024, max_ext_len=0,
+        )
+    except msgpack.ExtraData:
+        raise BadFrame("not_msgpack", "the frame holds more than one msgpack value") from None
+    # Malformed bytes surface as any of these, by where they break off.
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
+        detail = str(error) or type(error).__name__
+        raise BadFrame("not_msgpack", f"the frame is not valid msgpack ({detail}); it is a map of "
+                                      "dtype, shape, data (bytes)")
+
+
+def _array(value: object) -> Array:
+    """One array from its parsed map; raises `BadFrame`."""
+    if not isinstance(value, dict):
+        raise BadFrame("not_a_map", "a frame is a msgpack map of dtype, shape and data, got "
+                                    f"{type(value).__name__}")
+    if missing := _FIELDS - value.keys():
+        raise BadFrame("missing_field", f"the frame's map lacks {', '.join(sorted(missing))}; it "
+                                        "has dtype, shape and data")
+    if extra := value.keys() - _FIELDS:
+        raise BadFrame("unknown_field", "the frame's map has dtype, shape and data, and this one "
+                                        f"also {', '.join(sorted(map(repr, extra)))[:80]}")
+    name, shape, data = value["dtype"], value["shape"], value["data"]
+    if not isinstance(name, str):
+        raise BadFrame("dtype", f"dtype is a name such as 'float32', got {type(name).__name__}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise BadFrame("shape", "shape is a list of whole numbers, 0 or more")
+    if len(shape) > MAX_RANK:
+        raise BadFrame("shape", f"shape has at most {MAX_RANK} axes, got {len(shape)}")
+    if not isinstance(data, bytes):
+        raise BadFrame("data", "data is msgpack bin (bytes), got "
+                               f"{type(data).__name__}")
+    dtype = dtype_of(name)
+    expected = prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise BadFrame("byte_count", f"{name}{shape} takes {expected} bytes of data, got "
+                                     f"{len(data)}")
+    if dtype == np.bool_ and data.translate(None, b"\x00\x01"):
+        # NumPy would show it as True; what a device makes of it is anyone's guess.
+        raise BadFrame("data", "the bytes of a bool are 0 or 1")
+    if sys.byteorder == "big" and dtype.kind in "iufc":
+        dtype = dtype.newbyteorder("<")
+    try:
+        return np.frombuffer(data, dtype).reshape(shape)
+    except ValueError:  # an axis of 0 hides others that are out of bounds
+        raise BadFrame("shape", "shape has an axis of 0, and its others are too long") from None
+
+
+def decode(raw: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> Array | dict[str, Array]:
+    """Decode one array or a map of names to arrays. The arrays are read-only views of `raw`'s copy.
+
+    Raises:
+        BadFrame: `raw` is not an encoding of either; `code` names the kind.
+    """
+    value = _unpack(raw, max_bytes)
+    if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+        return {str(name): _array(part) for name, part in value.items()}
+    return _array(value)
+
+
+class FrameCodec:
+    """Frames of one fixed dtype and shape, `[frame, *sample_shape]`.
+
+    The encoding of a fixed shape differs only in its data, so the usual frame is recognised by
+    its first bytes and never parsed; any other valid encoding is accepted too.
+    """
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], *, max_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        self.dtype, self.shape, self.max_bytes = dtype_of(dtype), tuple(shape), max_bytes
+        self.name = dtype
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+        self.header = header(self.dtype, self.shape)
+        self._size = len(self.header) + self.nbytes
+        self._plain = self.dtype != np.bool_  # any bytes of the right number are values
+        if self._size > max_bytes:
+            raise BadFrame("too_large", f"one frame {dtype}{list(shape)} takes {self._size} bytes, "
+                                        f"more than the limit of {max_bytes}")
+
+    def encode(self, array: Array) -> bytes:
+        """Encode one frame; raises `BadFrame` where it is not of this dtype and shape."""
+        array = np.asarray(array)
+        if array.shape != self.shape:
+            raise BadFrame("shape", f"a frame is {list(self.shape)}, got {list(array.shape)}")
+        try:
+            cast = array.astype(self.dtype, casting="same_kind", copy=False)
+        except TypeError:
+            raise BadFrame("dtype", f"a frame is {self.name}, got {array.dtype.name}") from None
+        return self.header + _data(cast)
+
+    def payload(self, raw: bytes) -> bytes:
+        """The data bytes of an encoded frame, checked; raises `BadFrame`."""
+        if self._plain and len(raw) == self._size and raw.startswith(self.header):
+            return raw[len(self.header) :]
+        array = _array(_unpack(raw, self.max_bytes))
+        if array.dtype.newbyteorder("=") != self.dtype:
+            raise BadFrame("dtype", f"this app takes frames of {self.name}, got {array.dtype.name}")
+        if array.shape != self.shape:
+            raise BadFrame("shape", f"this app takes frames of {list(self.shape)} ([frame, "
+                                    f"*sample_shape]), got {list(array.shape)}")
+        return array.tobytes()
+
+    def decode(self, raw: bytes) -> Array:
+        """One frame as a read-only array; raises `BadFrame`."""
+        dtype = self.dtype if sys.byteorder == "little" else self.dtype.newbyteorder("<")
+        return np.frombuffer(self.payload(raw), dtype).reshape(self.shape)

@@ -1,0 +1,111 @@
+"""Many sessions at once: frames pushed as the windows allow, replies read as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from slotstream.errors import ReplyTimeout
+from slotstream.ids import EntryId
+from slotstream.replies import Reply
+from slotstream.session import Session
+
+if TYPE_CHECKING:
+    from slotstream.client import Client
+
+_BLOCK_S = 0.05
+_PUSHES_A_TURN = 1024
+
+
+class _Source:
+    """One session's frames still to come, and the replies so far."""
+
+    def __init__(self, session: Session, frames: Iterable[Any], starts_at: float) -> None:
+        self.session = session
+        self.frames: Iterator[Any] = iter(frames)
+        self.ahead = next(self.frames, None)  # looked at early, so that the last is known as last
+        self.started = self.ahead is not None
+        self.done = False  # its `end` has been pushed
+        self.due_at = starts_at
+        self.replies: list[Reply] = []
+
+    def next(self) -> dict[str, bytes | str]:
+        """Fields of the next entry; the last one carries `end`."""
+        if self.ahead is None:  # a stream without frames
+            self.done = True
+            return {"end": "1"}
+        frame, self.ahead = self.ahead, next(self.frames, None)
+        fields: dict[str, bytes | str] = {"frame": self.session.client.encode(frame)}
+        if self.ahead is None:
+            self.done = True
+            fields["end"] = "1"
+        return fields
+
+
+def run(client: Client, streams: Mapping[str, Iterable[Any]], *, timeout_s: float,
+        rate_hz: float | None, on_reply: Callable[[str, Reply], None] | None
+        ) -> dict[str, list[Reply]]:
+    """See `Client.run`."""
+    now = time.monotonic()
+    period = 1.0 / rate_hz if rate_hz else 0.0
+    # Streams of a rate start spread over one period, as sensors that know nothing of each other.
+    sources = {name: _Source(client.open(name), frames, now + period * k / max(len(streams), 1))
+               for k, (name, frames) in enumerate(streams.items())}
+    going = dict(sources)
+    heard = time.monotonic()
+    while going:
+        _push(client, list(going.values()), period)
+        waiting = {name: source.session for name, source in going.items()
+                   if source.session.in_flight or source.done}
+        found = client.read_replies(waiting, _BLOCK_S) if waiting else {}
+        if not waiting:
+            time.sleep(min(_BLOCK_S, period or _BLOCK_S))
+        for name, replies in found.items():
+            for reply in replies:
+                sources[name].replies.append(reply)
+                if on_reply:
+                    on_reply(name, reply)
+            if sources[name].session.closed:
+                del going[name]
+        if found or not waiting:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > timeout_s:
+            left = sorted(going)
+            raise ReplyTimeout(f"no reply in {timeout_s:g} s; {len(left)} sessions have not ended "
+                               f"({', '.join(left[:3])}, ...); is a worker running for this app?")
+    return {name: source.replies for name, source in sources.items()}
+
+
+def _push(client: Client, sources: list[_Source], period: float) -> None:
+    """Push one frame of every session that has one due and room in its window."""
+    now = time.monotonic()
+    batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]] = []
+    for source in sources:
+        if source.done or source.session.in_flight >= client.window or source.due_at > now:
+            continue
+        source.due_at += period
+        entry = source.session.next_id()
+        fields = source.next()
+        source.session.pushed(entry, ending=source.done)
+        batch.append((source, entry, fields))
+        if len(batch) == _PUSHES_A_TURN:
+            break
+    if batch:
+        client.patiently(lambda: _send(client, batch))
+
+
+def _send(client: Client, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
+    """Append a batch; may be repeated, since an id that is there already is refused."""
+    pipeline = client.redis.pipeline(transaction=False)
+    for source, entry, fields in batch:
+        session = source.session
+        pipeline.execute_command("XADD", session.keys.inbox(session.id), str(entry),
+                                 *[part for pair in fields.items() for part in pair])
+    for answer in pipeline.execute(raise_on_error=False):
+        if isinstance(answer, redis.ResponseError) and "equal or smaller" in str(answer):
+            continue
+        if isinstance(answer, Exception):
+            raise answer

@@ -1,0 +1,91 @@
+"""One connection to Redis that sends now and receives later, and says so when it breaks.
+
+A client library hides reconnection; what is built here cannot have it hidden (tracking is a
+property of the connection, and a command whose answer was lost may have been carried out), so
+a broken line stays broken: its owner opens a new one and knows what that means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError, ResponseError
+
+Arg = bytes | str | int | float
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Lua script and its SHA-1, by which Redis calls it."""
+
+    name: str
+    text: str
+
+    @property
+    def sha(self) -> str:
+        """Digest Redis knows the script by."""
+        return hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324 (Redis's own choice)
+
+
+class Line:
+    """One connection. Raises `redis.ConnectionError` or `TimeoutError` once broken, for good."""
+
+    def __init__(self, pool: redis.ConnectionPool) -> None:
+        self._connection: Any = pool.make_connection()
+        self._connection.connect()
+        self._shas: dict[str, str] = {}
+
+    def send(self, *command: Arg) -> None:
+        """Send one command; its answer is read by `receive`, in order."""
+        self._connection.send_packed_command(
+            self._connection.pack_command(*command), check_health=False
+        )
+
+    def receive(self) -> Any:
+        """Read the next answer; raises `ResponseError` where Redis refused the command."""
+        return self._connection.read_response()
+
+    def call(self, *command: Arg) -> Any:
+        """Send one command and read its answer."""
+        self.send(*command)
+        return self.receive()
+
+    def calls(self, commands: Sequence[Sequence[Arg]]) -> list[Any]:
+        """Send many commands at once; the answers in order, a refusal as the exception itself."""
+        if not commands:
+            return []
+        packed: Iterable[bytes] = self._connection.pack_commands(commands)
+        self._connection.send_packed_command(packed, check_health=False)
+        answers: list[Any] = []
+        for _ in commands:
+            try:
+                answers.append(self.receive())
+            except ResponseError as error:
+                answers.append(error)
+        return answers
+
+    def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Any:
+        """Run a script by its digest; one that Redis does not know (any more) is sent whole.
+
+        A restarted or promoted Redis has forgotten every script, so this may happen at any call.
+        Nothing was carried out where Redis answers that it does not know the script.
+        """
+        sha = self._shas.get(script.name)
+        if sha is None:
+            sha = self._shas[script.name] = script.sha
+        try:
+            return self.call("EVALSHA", sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return self.call("EVAL", script.text, len(keys), *keys, *args)
+
+    def readable(self, timeout_s: float) -> bool:
+        """Whether an answer or a message can be read within `timeout_s`."""
+        return bool(self._connection.can_read(timeout_s))
+
+    def close(self) -> None:
+        """Close the connection; harmless when it is closed already."""
+        self._connection.disconnect()

@@ -1,0 +1,169 @@
+"""Fixtures: a real Redis for each test, workers in threads and in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from slotstream import Client
+from slotstream.embedded import EmbeddedRedis
+from slotstream_worker.config import WorkerConfig
+from slotstream_worker.service import serve
+from slotstream_worker.worker import Worker
+
+TESTS = Path(__file__).parent
+
+# A model that mixes dtypes or ranks silently would hide what a row holds.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def wait_until(predicate: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
+    """Poll until `predicate` gives something true; returns it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if value := predicate():
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what or predicate}")
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    with Client(redis_url, patience_s=10.0) as client:
+        yield client
+
+
+class ThreadedWorker:
+    """A worker whose loop runs in a thread of the test."""
+
+    def __init__(self, url: str, model: Any, **settings: Any) -> None:
+        settings = {"slots": 8, "row_counts": (4,), "sweep_s": 1.0, **settings}
+        self.worker = Worker(WorkerConfig(redis=url, **settings), model)
+        self.stop = threading.Event()
+        self.ready = threading.Event()
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            serve(self.worker, self.stop, ready=self.ready.set)
+        except BaseException as error:
+            self.error = error
+            self.ready.set()
+
+    def start(self) -> ThreadedWorker:
+        self.thread.start()
+        assert self.ready.wait(60), "the worker did not start"
+        if self.error:
+            raise self.error
+        return self
+
+    def drain(self) -> None:
+        self.stop.set()
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the worker did not drain"
+        self.worker.partition.close()
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def thread_worker(redis_url: str) -> Iterator[Callable[..., ThreadedWorker]]:
+    started: list[ThreadedWorker] = []
+
+    def start(model: Any, **settings: Any) -> ThreadedWorker:
+        started.append(ThreadedWorker(redis_url, model, **settings).start())
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.thread.is_alive():
+            worker.drain()
+
+
+class WorkerProcess:
+    """A `slotstream worker` of the test's own, ended by its pid."""
+
+    def __init__(self, url: str, log: Path, *options: str) -> None:
+        self.log = log
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "slotstream.cli", "worker", "--redis", url,
+                   "--model", "serving_models:served", "--row-counts", "4", "--slots", "16",
+                   *options]
+        with log.open("a") as out:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_ready(self, times: int = 1) -> WorkerProcess:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"the worker ended early:\n{self.text}"
+            return self.text.count("serving, in launches") >= times
+
+        wait_until(ready, 60, "the worker serves")
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def worker_process(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start(*options: str) -> WorkerProcess:
+        process = WorkerProcess(redis_url, tmp_path / "worker.log",
+                                "--compile-cache", str(tmp_path / "compiled"), *options)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.process.poll() is None:
+            process.kill()
+
+
+def streams_of(sessions: int, frames: int, shape: tuple[int, ...], seed: int = 0,
+               dtype: Any = np.float32) -> dict[str, np.ndarray[Any, Any]]:
+    """Different streams, `[frames, *shape]` each: normal noise over a slow wave."""
+    rng = np.random.default_rng(seed)
+    wave = np.sin(np.arange(frames) / 3).reshape(-1, *[1] * len(shape))
+    return {f"s{k}": (rng.normal(size=(frames, *shape)) + wave * rng.normal()).astype(dtype)
+            for k in range(sessions)}

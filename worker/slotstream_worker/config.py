@@ -1,0 +1,75 @@
+"""The worker's settings, checked once and passed whole."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slotstream.codec import MAX_FRAME_BYTES
+from slotstream.names import check_app, check_worker
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Settings of one worker process. Raises `ValueError` where they make no sense.
+
+    Attributes:
+        redis: URL of the server.
+        app: prefix of all keys.
+        slots: sessions the worker holds at a time.
+        name: identity that a restart keeps; without one, a new one each time.
+        checkpoint_interval_s: how often a session's state goes to Redis while it moves.
+        checkpoint_bytes_per_s: how much state a second, at most.
+        lease_s: how long the worker counts as alive without a sign.
+        stall_s: how long the loop may make no progress before its lease is left to expire.
+        sweep_s: how often what Redis says is compared with what is held.
+        reply_retention: replies an open session keeps.
+        reply_ttl_s: how long the replies of a closed session stay.
+        max_frame_bytes: the largest frame taken.
+        read_ahead: entries read of a session beyond the one that runs.
+        finite: refuse frames with NaN or infinities.
+        allow_inexact: serve though the probe's digest differs from the app's.
+        row_counts: launch with these; by default chosen by measuring.
+        compile_cache: folder that keeps compiled programs from one start to the next.
+        metrics_port: serve Prometheus metrics there; 0 for none.
+    """
+
+    redis: str = "redis://localhost:6379/0"
+    app: str = "slotstream"
+    slots: int = 1024
+    name: str = ""
+    checkpoint_interval_s: float = 1.0
+    checkpoint_bytes_per_s: float = 64 * 2**20
+    lease_s: float = 10.0
+    stall_s: float = 120.0
+    sweep_s: float = 5.0
+    reply_retention: int = 10_000
+    reply_ttl_s: float = 3600.0
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    read_ahead: int = 16
+    finite: bool = False
+    allow_inexact: bool = False
+    row_counts: tuple[int, ...] = ()
+    compile_cache: Path | None = None
+    metrics_port: int = 0
+    nonce: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    def __post_init__(self) -> None:
+        check_app(self.app)
+        if self.name:
+            check_worker(self.name)
+        for name in ("slots", "reply_retention", "read_ahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("checkpoint_interval_s", "lease_s", "sweep_s", "stall_s", "reply_ttl_s",
+                     "checkpoint_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is more than 0, got {getattr(self, name)}")
+        if any(count < 1 for count in self.row_counts):
+            raise ValueError(f"row counts are 1 or more, got {self.row_counts}")
+
+    @property
+    def worker(self) -> str:
+        """What the process is called in Redis: `<name>.<nonce>`, new for every process."""
+        return f"{self.name or 'w' + self.nonce}.{self.nonce}"

@@ -1,0 +1,1 @@
+"""The demo: a small spiking network that tells nine speakers apart, frame by frame."""

@@ -1,0 +1,1 @@
+"""The engine: models, rows, launches, rounds. No Redis in here."""

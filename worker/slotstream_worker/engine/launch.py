@@ -1,0 +1,78 @@
+"""Launches: one call of the compiled step over a fixed number of rows.
+
+A launch gathers the rows its plan names, runs the model, and returns the outputs and the new
+rows; it does not change the pool, so one that fails leaves every row as it was. Rows at rest
+and rows that continue go in launches of their own, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from slotstream_worker.engine.model import StreamModel, named
+from slotstream_worker.engine.pool import Plan, Pool, Rows, gather_rows
+
+Outputs = dict[str, Any]
+"""Arrays `[rows, frame, ...]` by the output's name."""
+
+
+@dataclass
+class Launched:
+    """A launch under way: its outputs and new rows, which may still be being computed."""
+
+    plan: Plan
+    outputs: Outputs
+    rows: Rows
+
+    def wait(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Outputs on the host, `[num_rows, frame, ...]`; raises what the launch raised."""
+        # Rows too: nothing may be committed that could still fail.
+        jax.block_until_ready((self.outputs, self.rows))
+        count = self.plan.num_rows
+        return {name: np.asarray(array)[:count] for name, array in self.outputs.items()}
+
+
+class Launcher:
+    """The compiled step of one model, from rest and from the rows of a pool."""
+
+    def __init__(self, model: StreamModel) -> None:
+        self.model = model
+        spec = model.spec
+
+        # Rows first on the host (a row's bytes are then one run of memory), time first in the
+        # model; the transposition is part of the compiled step.
+        def begin(variables: Any, frames: jax.Array) -> tuple[Outputs, Rows]:
+            outputs, state = model.apply(variables, None, jnp.moveaxis(frames, 0, 1))
+            return _rows_first(outputs), spec.from_model(state)
+
+        def advance(variables: Any, arrays: Rows, indices: jax.Array,
+                    frames: jax.Array) -> tuple[Outputs, Rows]:
+            state = spec.to_model([gather_rows(array, indices) for array in arrays])
+            outputs, state = model.apply(variables, state, jnp.moveaxis(frames, 0, 1))
+            return _rows_first(outputs), spec.from_model(state)
+
+        self._begin, self._advance = jax.jit(begin), jax.jit(advance)
+
+    def launch(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
+        """Run one launch; returns at once where the device computes in the background.
+
+        Args:
+            pool: where the rows lie.
+            plan: all of its real rows are at rest, or all hold state.
+            frames: `[rows, frame, *sample_shape]`.
+        """
+        if plan.has_state[0]:
+            outputs, rows = self._advance(self.model.variables, pool.arrays, plan.slot_indices,
+                                          frames)
+        else:
+            outputs, rows = self._begin(self.model.variables, frames)
+        return Launched(plan, outputs, rows)
+
+
+def _rows_first(outputs: Any) -> Outputs:
+    return {name: jnp.moveaxis(array, 1, 0) for name, array in named(outputs).items()}

@@ -1,0 +1,48 @@
+"""Finding the model that `--model MODULE:ATTRIBUTE` names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from slotstream_worker.engine.model import StreamModel
+
+
+class BadTarget(ValueError):
+    """`--model` names nothing that can be served; says what was looked for and what was found."""
+
+
+def load(target: str) -> StreamModel:
+    """Import `MODULE:ATTRIBUTE`, call it, and return the `StreamModel` it gives.
+
+    A module that does not exist is told apart from one that fails while it is imported: the
+    latter's own error is raised.
+
+    Raises:
+        BadTarget: there is no such module or attribute, or it gives something else.
+    """
+    name, colon, attribute = target.partition(":")
+    if not (name and colon and attribute):
+        raise BadTarget(f"a model is MODULE:ATTRIBUTE, as in mymodels:gru; got {target!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        raise BadTarget(f"there is no module {error.name!r} (looked for {target!r} from {here}); "
+                        "is it installed, or on PYTHONPATH?") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = ", ".join(n for n in vars(module) if not n.startswith("_"))[:200]
+            raise BadTarget(f"module {name!r} has no {attribute!r}; it has {names}")
+        found = getattr(found, part)
+    model = found() if callable(found) and not isinstance(found, StreamModel) else found
+    if not isinstance(model, StreamModel):
+        raise BadTarget(f"{target} gives a {type(model).__name__}, and a StreamModel is needed; "
+                        "slotstream_worker.models.linen and .carry make one")
+    return model

@@ -1,0 +1,134 @@
+"""Finding the frames: Redis says which streams have changed, and those are read.
+
+`CLIENT TRACKING` tells a connection once that a key it has read has changed, also one that did
+not exist yet, and again only after the next read. So a read both fetches and re-arms, and an
+idle worker sleeps on the socket where the news comes in. It is a hint for speed: a slow sweep
+over all streams is the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from slotstream.ids import EntryId
+from slotstream.lines import Line
+from slotstream.names import Keys
+
+Raw = tuple[EntryId, list[bytes]]
+"""An entry: its id, and its fields and values in turn."""
+
+STREAMS_A_READ = 512
+_CHANNEL = "__redis__:invalidate"
+
+
+class Inbox:
+    """The `in` streams of one partition, and its control stream and queue.
+
+    Two connections: one reads (and is thereby tracked), one hears what has changed.
+    """
+
+    def __init__(self, pool: redis.ConnectionPool, keys: Keys) -> None:
+        self.keys = keys
+        self._news = Line(pool)
+        listener = self._news.call("CLIENT", "ID")
+        self._news.call("SUBSCRIBE", _CHANNEL)
+        self._reader = Line(pool)
+        self._reader.call("CLIENT", "TRACKING", "ON", "REDIRECT", listener)
+        self._in = (keys.prefix + "in:").encode()
+        self._pinged = False
+        self.control_changed = self.waiting_changed = True
+        self.changed: set[str] = set()
+        """Sessions whose stream may hold entries that have not been read."""
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what Redis says has changed; waits up to `timeout_s` for the first news."""
+        while self._news.readable(timeout_s):
+            timeout_s = 0.0
+            message = self._news.receive()
+            if message[0] == b"pong":
+                self._pinged = False
+            elif message[0] == b"message":
+                # No list of keys: everything has changed (FLUSHALL, or the table overflowed).
+                if message[2] is None:
+                    raise redis.ConnectionError("Redis was flushed; everything is read anew")
+                for key in message[2]:
+                    self._note(key)
+
+    def _note(self, key: bytes) -> None:
+        if key.startswith(self._in):
+            self.changed.add(key[len(self._in) :].decode("latin-1"))
+        elif key == self.keys.control.encode():
+            self.control_changed = True
+        elif key == self.keys.waiting.encode():
+            self.waiting_changed = True
+
+    def queues(self) -> tuple[int, int]:
+        """Entries of `control` and sessions of `waiting`, each now watched again."""
+        control, waiting = self._calls([("XLEN", self.keys.control), ("ZCARD", self.keys.waiting)])
+        self.control_changed, self.waiting_changed = control > 0, waiting > 0
+        return control, waiting
+
+    def read(self, positions: Mapping[str, EntryId], count: int) -> dict[str, list[Raw]]:
+        """Up to `count` entries behind each session's position; the streams are watched again.
+
+        A stream that gave as many as it was asked for stays in `changed`: there may be more.
+        A key that is no stream gives nothing.
+        """
+        found: dict[str, list[Raw]] = {}
+        sessions = list(positions)
+        for start in range(0, len(sessions), STREAMS_A_READ):
+            part = sessions[start : start + STREAMS_A_READ]
+            try:
+                found.update(self._xread(part, positions, count))
+            except ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                # One key that is no stream would hide all the others.
+                for session in part:
+                    try:
+                        found.update(self._xread([session], positions, count))
+                    except ResponseError:
+                        continue
+        self.changed.difference_update(s for s in sessions if len(found.get(s, ())) < count)
+        return found
+
+    def _xread(self, sessions: list[str], positions: Mapping[str, EntryId],
+               count: int) -> dict[str, list[Raw]]:
+        answer = self._reader.call("XREAD", "COUNT", count, "STREAMS",
+                                   *[self.keys.inbox(s) for s in sessions],
+                                   *[str(positions[s]) for s in sessions])
+        return {key[len(self._in) :].decode(): [(EntryId.parse(i), fields) for i, fields in entries]
+                for key, entries in answer or ()}
+
+    def between(self, ranges: Mapping[str, tuple[EntryId, EntryId]]) -> dict[str, list[Raw]]:
+        """All entries of each session after the first id, up to and including the second."""
+        answers = self._calls([("XRANGE", self.keys.inbox(s), f"({low}", str(high))
+                               for s, (low, high) in ranges.items()], missing=[])
+        return {session: [(EntryId.parse(i), fields) for i, fields in answer]
+                for session, answer in zip(ranges, answers, strict=True)}
+
+    def check(self) -> None:
+        """Ask the silent connection for a sign; raises where the last one never came."""
+        if self._pinged:
+            raise redis.ConnectionError("the connection that hears of changes has gone silent")
+        self._pinged = True
+        self._news.send("PING")
+
+    def close(self) -> None:
+        """Close both connections."""
+        self._news.close()
+        self._reader.close()
+
+    def _calls(self, commands: list[tuple[str, ...]], missing: Any = None) -> list[Any]:
+        """Answers in order; `missing` for a key of another type, where it is given."""
+        answers = self._reader.calls(commands)
+        for k, answer in enumerate(answers):
+            if isinstance(answer, Exception):
+                if missing is None or not str(answer).startswith("WRONGTYPE"):
+                    raise answer
+                answers[k] = missing
+        return answers
