@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib.resources import files
 from types import TracebackType
@@ -82,12 +82,30 @@ class Client:
         Raises:
             SessionExists: a session of that id is open; `attach` goes on with it.
         """
-        session = secrets.token_hex(8) if session_id is None else check_session(session_id)
-        keys = self._keys(session)
-        if session_id is not None:
-            self._clear(session, keys)
-        self.control(session, "open", token=secrets.token_hex(8), replies=replies)
-        return Session(self, session, keys, trims=replies == "wait")
+        session = secrets.token_hex(8) if session_id is None else session_id
+        return self.open_many([session], replies=replies, new=session_id is None)[0]
+
+    def open_many(self, session_ids: Sequence[str], *, replies: str | None = None,
+                  new: bool = False) -> list[Session]:
+        """`open` of many sessions in a few round trips; all are opened, or none.
+
+        Args:
+            session_ids: their ids.
+            replies: as for `open`.
+            new: the ids have never been used, so nothing needs to make way.
+
+        Raises:
+            SessionExists: one of them is open.
+        """
+        names = [check_session(session) for session in session_ids]
+        keys = [self._keys(name) for name in names]
+        if not new:
+            self._make_way(names, keys)
+        tokens = {name: secrets.token_hex(8) for name in names}  # the same if it is repeated
+        self._pipelined([("XADD", k.control, "*", *_open_fields(name, tokens[name], replies))
+                         for name, k in zip(names, keys, strict=True)])
+        return [Session(self, name, k, trims=replies == "wait")
+                for name, k in zip(names, keys, strict=True)]
 
     def attach(self, session_id: str, *, after: EntryId = ZERO) -> Session:
         """Go on with a session that is open: push into it, read its replies after `after`."""
@@ -96,14 +114,16 @@ class Client:
         return Session(self, session, keys, read_to=after, last=self.last_entry(session),
                        follows=True)
 
-    def _clear(self, session: str, keys: Keys) -> None:
-        """Make way for a new session of an id used before; refuses while one is open."""
-        status = self.patiently(lambda: self.redis.hget(keys.row(session), "status"))
-        if status not in (None, b"closed"):
-            raise SessionExists(f"session {session} is open ({status.decode()}); attach() goes on "
-                                "with it, close() ends it")
-        if status == b"closed":
-            self.patiently(lambda: self.redis.delete(keys.inbox(session), keys.outbox(session)))
+    def _make_way(self, names: list[str], keys: list[Keys]) -> None:
+        """Make way for new sessions of ids used before; refuses while one is open."""
+        statuses = self._pipelined([("HGET", k.row(n), "status")
+                                    for n, k in zip(names, keys, strict=True)])
+        for name, status in zip(names, statuses, strict=True):
+            if status not in (None, b"closed"):
+                raise SessionExists(f"session {name} is open ({status.decode()}); attach() goes on "
+                                    "with it, close() ends it")
+        self._pipelined([("DEL", k.inbox(n), k.outbox(n)) for n, k, status in
+                         zip(names, keys, statuses, strict=True) if status == b"closed"])
 
     def run(self, streams: Mapping[str, Iterable[Any]], *, timeout_s: float = 60.0,
             rate_hz: float | None = None,
@@ -140,15 +160,10 @@ class Client:
             self._learn()
         return encode(array) if self._frames is None else self._frames.encode(array)
 
-    def control(self, session: str, op: str, *, token: str = "",
-                replies: str | None = None) -> None:
-        """Append a control message. An `open` with a token may be repeated, a `close` always."""
-        fields = {"op": op, "session": session}
-        if token:
-            fields["token"] = token
-        if replies:
-            fields["replies"] = replies
-        self.patiently(lambda: self.redis.xadd(self._keys(session).control, fields))
+    def close_session(self, session: str) -> None:
+        """Append a `close`; harmless when it is repeated, or the session has ended."""
+        self._pipelined([("XADD", self._keys(session).control, "*", "op", "close", "session",
+                          session)])
 
     def cancel(self, session: str, entry: EntryId) -> bool:
         """Cancel an entry that has not been answered; whether it was there to cancel."""
@@ -210,6 +225,17 @@ class Client:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
+    def _pipelined(self, commands: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Answers of many commands that may all be repeated; raises the first refusal."""
+        def send() -> list[Any]:
+            pipeline = self.redis.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute()
+            return answers
+
+        return self.patiently(send) if commands else []
+
     def _raw(self, command: list[Any]) -> Any:
         """A command's answer as Redis gave it, without the library's own reading of it."""
         connection = self.redis.connection_pool.get_connection()
@@ -242,3 +268,8 @@ class Client:
             shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
             self._frames = FrameCodec(held["dtype"], shape,
                                       max_bytes=int(held.get("max_frame_bytes", MAX_FRAME_BYTES)))
+
+
+def _open_fields(session: str, token: str, replies: str | None) -> tuple[str, ...]:
+    fields = ("op", "open", "session", session, "token", token)
+    return (*fields, "replies", replies) if replies else fields

@@ -52,8 +52,9 @@ def run(client: Client, streams: Mapping[str, Iterable[Any]], *, timeout_s: floa
     now = time.monotonic()
     period = 1.0 / rate_hz if rate_hz else 0.0
     # Streams of a rate start spread over one period, as sensors that know nothing of each other.
-    sources = {name: _Source(client.open(name), frames, now + period * k / max(len(streams), 1))
-               for k, (name, frames) in enumerate(streams.items())}
+    sessions = client.open_many(list(streams))
+    sources = {s.id: _Source(s, streams[s.id], now + period * k / len(sessions))
+               for k, s in enumerate(sessions)}
     going = dict(sources)
     heard = time.monotonic()
     while going:

@@ -84,7 +84,7 @@ class Session:
 
     def close(self) -> None:
         """Close the session now; frames that wait are cancelled, and counted in the last reply."""
-        self.client.control(self.id, "close")
+        self.client.close_session(self.id)
         self._ending = True
 
     def cancel(self, entry: EntryId) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -22,7 +23,7 @@ def _option(name: str, **kwargs: Any) -> Any:
     return click.option(name, envvar=env, show_envvar=True, show_default=True, **kwargs)
 
 
-model_option = _option("--model", default="slotstream_worker.demo:model",
+model_option = _option("--model", default="slotstream_worker.demo.serving:model",
                        help="MODULE:ATTRIBUTE, a callable without arguments that returns a "
                             "StreamModel; the demo's model by default.")
 slots_option = _option("--slots", default=_DEFAULTS.slots, type=click.IntRange(1),
@@ -132,7 +133,7 @@ def run_worker(config: WorkerConfig, target: str) -> None:
 
 
 @click.command()
-@click.argument("model", default="slotstream_worker.demo:model")
+@click.argument("model", default="slotstream_worker.demo.serving:model")
 @slots_option
 @_option("--row-counts", type=_Counts(), default=None, help="Measure these row counts only.")
 def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
@@ -158,35 +159,46 @@ def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
 @redis_option
 @app_option
 @_option("--name", default="", help="Ask for this worker only.")
-def health(url: str, app: str, name: str) -> None:
+@click.option("--here", is_flag=True, help="Ask for workers on this host only.")
+def health(url: str, app: str, name: str, here: bool) -> None:
     """Exit with 0 while a worker of the app is alive, that is, its loop makes progress."""
     from slotstream.connect import connect
     from slotstream.names import Keys
 
     client, keys = connect(url, name="slotstream-health"), Keys(app)
-    workers = [raw.decode() for raw in client.smembers(keys.workers)]
-    alive = [w for w in workers if (not name or w.rpartition(".")[0] == name)
-             and client.exists(keys.lease(w))]
+    alive = []
+    for worker in sorted(raw.decode() for raw in client.smembers(keys.workers)):
+        where = client.get(keys.lease(worker))
+        if where is None or (name and worker.rpartition(".")[0] != name):
+            continue
+        if not here or where.decode().split()[0] == socket.gethostname():
+            alive.append(worker)
     click.echo(f"{len(alive)} alive: {', '.join(alive)}" if alive else "no worker is alive")
     sys.exit(0 if alive else 1)
 
 
 @click.command()
+@app_option
+@click.option("--against", metavar="URL", help="Stream to the workers of this Redis, instead of "
+                                               "starting a Redis and a worker; kills nothing.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), default=Path("demo.png"),
               show_default=True, help="Where the picture goes.")
 @click.option("--rate", "rate_hz", default=4.0, show_default=True,
               help="Frames a second of each session.")
 @click.option("--no-crash", is_flag=True, help="Do not kill the worker.")
 @click.option("--server", help="The redis-server to run; one is found by default.")
-def demo(png: Path, rate_hz: float, no_crash: bool, server: str | None) -> None:
+def demo(app: str, against: str | None, png: Path, rate_hz: float, no_crash: bool,
+         server: str | None) -> None:
     """Stream 370 recordings through a worker that is killed on the way.
 
     Starts a real Redis and a worker, streams the 370 test utterances of the Japanese Vowels
     recordings as 370 concurrent sessions of a spiking network, kills the worker with SIGKILL in
     the middle and starts it again, and compares every reply with a direct call of the model.
     """
-    from slotstream_worker.demo.run import run_demo
+    from slotstream_worker.demo.run import run_against, run_demo
 
+    if against:
+        sys.exit(run_against(against, app, png, rate_hz=rate_hz))
     sys.exit(run_demo(png, rate_hz=rate_hz, crash=not no_crash, server=server))
 
 

@@ -178,7 +178,7 @@ class SpeakerNet(nn.Module):
     hidden: tuple[int, ...] = (128, 128)
     gains: tuple[float, ...] = (2.0, 3.0)
     recurrent: bool = True
-    dropout: float = 0.3
+    dropout: float = 0.5
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> dict[str, jax.Array]:

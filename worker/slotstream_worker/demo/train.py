@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
 from rich.progress import Progress
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from slotstream_worker.demo.network import WEIGHT_GRID, WEIGHT_LIMIT, SpeakerNet, averaged
 from slotstream_worker.demo.vowels import (
@@ -41,9 +41,9 @@ FOLDS = 5
 class Settings:
     """The hyperparameters; noise and drift are in standard deviations of a channel."""
 
-    epochs: int = 150
+    epochs: int = 200
     batch: int = 45
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     weight_decay: float = 1e-2
     smoothing: float = 0.1  # of the labels
     average: float = 0.99  # decay per update of the moving average of the weights
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     flat: Any = flatten_dict(jax.device_get(variables), sep="/")  # type: ignore[no-untyped-call]
     tensors = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
-    save_file(tensors, options.out, metadata=metadata)
+    options.out.write_bytes(save(tensors, metadata=metadata))
     print(f"trained in {elapsed:.0f} s; test accuracy {accuracy:.2%}; wrote {options.out}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 
@@ -13,6 +15,11 @@ from slotstream.lines import Line
 from slotstream.names import Keys
 
 log = logging.getLogger(__name__)
+
+
+def whereabouts() -> str:
+    """Host and process id: the lease's value, for people and health checks."""
+    return f"{socket.gethostname()} {os.getpid()}"
 
 
 class Lease:
@@ -58,7 +65,7 @@ class Lease:
     def _renew(self, line: Line) -> None:
         # In `workers` first: whoever looks for the dead must find everyone who can own.
         answers = line.calls([("SADD", self.keys.workers, self.worker),
-                              ("SET", self.keys.lease(self.worker), int(time.time()),
+                              ("SET", self.keys.lease(self.worker), whereabouts(),
                                "PX", int(self.lease_s * 1000))])
         for answer in answers:
             if isinstance(answer, Exception):
