@@ -131,9 +131,9 @@ def test_outputs(variables: dict[str, Any], recordings: list[Utterance]) -> None
     assert outputs["spikes"].shape == (LONGEST, x.shape[1], sum(NET.hidden))
     assert outputs["spikes"].dtype == np.uint8
     assert set(np.unique(outputs["spikes"])) == {0, 1}
-    # Every layer speaks, and none all the time.
+    # Every layer fires (the second one sparsely), and none all the time.
     for layer in np.split(outputs["spikes"], np.cumsum(NET.hidden)[:-1], axis=-1):
-        assert 0.01 < layer[:SHORTEST].mean() < 0.6
+        assert 0.002 < layer.mean() < 0.5
 
 
 @pytest.mark.parametrize("frame", [1, 3])
