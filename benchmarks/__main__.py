@@ -17,8 +17,12 @@ ALL = {"occupancy": occupancy, "engine": engine, "wire": wire}
 
 @click.command()
 @click.option("--only", type=click.Choice(sorted(ALL)), multiple=True, help="Measure these only.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the figures here too.")
+@click.option(
+    "--json",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures here too.",
+)
 def main(only: tuple[str, ...], path: Path | None) -> None:
     """Measure, and print a ratio a line."""
     console, results = Console(), []
@@ -31,8 +35,15 @@ def main(only: tuple[str, ...], path: Path | None) -> None:
         with console.status(f"measuring {name}"):
             for one in ALL[name]():
                 results.append(one.as_dict())
-                table.add_row(one.name, one.a, one.b, f"{one.a_ms:.4f}", f"{one.b_ms:.4f}",
-                              f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}")
+                table.add_row(
+                    one.name,
+                    one.a,
+                    one.b,
+                    f"{one.a_ms:.4f}",
+                    f"{one.b_ms:.4f}",
+                    f"{one.ratio:.3f}",
+                    f"{one.low:.3f} to {one.high:.3f}",
+                )
     console.print(table)
     if path:
         path.write_text(json.dumps(results, indent=1))

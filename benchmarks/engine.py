@@ -32,21 +32,34 @@ def occupancy() -> Iterator[Ratio]:
     few = _engine(16, tuple(c for c in many.row_counts if c <= 16) or many.row_counts)
     frames = _frames(16)
     scattered = [int(k) for k in np.random.default_rng(2).permutation(1024)[:16]]
-    yield ratio("occupancy", "16 of 1,024", lambda: many.run(scattered, frames),
-                "16 of 16", lambda: few.run(range(16), frames), inner=100)
+    yield ratio(
+        "occupancy",
+        "16 of 1,024",
+        lambda: many.run(scattered, frames),
+        "16 of 16",
+        lambda: few.run(range(16), frames),
+        inner=100,
+    )
 
 
 def engine() -> Iterator[Ratio]:
     """Whole rounds, rows in and rows out, against the bare jitted step at its best row count."""
     stream = model()
-    step = jax.jit(lambda v, s, x: stream.apply(v, s, x))
+    step = jax.jit(stream.apply)
     best: tuple[float, int] | None = None
     for rows in (16, 64, 256, 1024):
         x = jnp.asarray(np.moveaxis(_frames(rows), 0, 1))
         _, state = step(stream.variables, None, x)
         jax.block_until_ready(step(stream.variables, state, x))
-        timed = ratio("", "", lambda s=state, x=x: jax.block_until_ready(
-            step(stream.variables, s, x)), "", lambda: None, repeats=3, inner=10)
+        timed = ratio(
+            "",
+            "",
+            lambda s=state, x=x: jax.block_until_ready(step(stream.variables, s, x)),
+            "",
+            lambda: None,
+            repeats=3,
+            inner=10,
+        )
         if best is None or timed.a_ms / rows < best[0]:
             best = (timed.a_ms / rows, rows)
     rows = best[1]
@@ -59,6 +72,13 @@ def engine() -> Iterator[Ratio]:
     for slots in (256, 1024, 4096):
         served = _engine(slots)
         frames = _frames(slots)
-        yield ratio("engine", f"bare step, a row ({rows} rows)", bare,
-                    f"round of {slots:,}, a row", lambda e=served, f=frames: e.run(
-                        range(len(f)), f), inner=10, a_units=rows, b_units=slots)
+        yield ratio(
+            "engine",
+            f"bare step, a row ({rows} rows)",
+            bare,
+            f"round of {slots:,}, a row",
+            lambda e=served, f=frames: e.run(range(len(f)), f),
+            inner=10,
+            a_units=rows,
+            b_units=slots,
+        )

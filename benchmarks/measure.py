@@ -28,19 +28,30 @@ class Ratio:
         return asdict(self)
 
 
-def ratio(name: str, a: str, run_a: Callable[[], Any], b: str, run_b: Callable[[], Any], *,
-          repeats: int = 9, inner: int = 20, a_units: int = 1, b_units: int = 1) -> Ratio:
+def ratio(
+    name: str,
+    a: str,
+    run_a: Callable[[], Any],
+    b: str,
+    run_b: Callable[[], Any],
+    *,
+    repeats: int = 9,
+    inner: int = 20,
+    a_units: int = 1,
+    b_units: int = 1,
+) -> Ratio:
     """Time `run_a` and `run_b` alternately, `inner` calls at a time, per unit of work each."""
     run_a(), run_b()
-    pairs = []
-    for _ in range(repeats):
-        pairs.append((_time(run_a, inner) / a_units, _time(run_b, inner) / b_units))
+    pairs = [
+        (_time(run_a, inner) / a_units, _time(run_b, inner) / b_units) for _ in range(repeats)
+    ]
     times = np.asarray(pairs)
     ratios = times[:, 0] / times[:, 1]
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     a_ms, b_ms = 1e3 * np.median(times, axis=0)
-    return Ratio(name, a, b, float(a_ms), float(b_ms), float(middle), float(low), float(high),
-                 repeats)
+    return Ratio(
+        name, a, b, float(a_ms), float(b_ms), float(middle), float(low), float(high), repeats
+    )
 
 
 def _time(run: Callable[[], Any], inner: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ FRAME, SIZES = 10, (40, 128, 128, 10)
 
 def model() -> StreamModel:
     rng = np.random.default_rng(0)
-    weights = [rng.normal(0, 2 / np.sqrt(a), (a, b)).astype(np.float32)
-               for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    weights = [
+        rng.normal(0, 2 / np.sqrt(a), (a, b)).astype(np.float32)
+        for a, b in pairwise(SIZES)
+    ]
 
     def step(variables: Any, carry: Any, frames: jax.Array) -> Any:
         after, x = [], frames
@@ -35,5 +38,10 @@ def model() -> StreamModel:
         return tuple(after), x
 
     return models.carry(
-        step, lambda batch: tuple(jnp.zeros((batch, n)) for n in SIZES[1:]), weights,
-        frame=FRAME, sample_shape=SIZES[:1], name="spiking MLP 40-128-128-10")
+        step,
+        lambda batch: tuple(jnp.zeros((batch, n)) for n in SIZES[1:]),
+        weights,
+        frame=FRAME,
+        sample_shape=SIZES[:1],
+        name="spiking MLP 40-128-128-10",
+    )

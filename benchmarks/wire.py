@@ -49,8 +49,17 @@ def _wire(sessions: int, repeats: int = 5) -> Ratio:
     times = np.asarray(pairs)
     low, middle, high = np.percentile(times[:, 1] / times[:, 0], [25, 50, 75])
     through, alone = 1e3 * np.median(times, axis=0)
-    return Ratio("wire", f"engine alone, a frame ({sessions:,} sessions)", "through Redis, a frame",
-                 float(alone), float(through), float(middle), float(low), float(high), repeats)
+    return Ratio(
+        "wire",
+        f"engine alone, a frame ({sessions:,} sessions)",
+        "through Redis, a frame",
+        float(alone),
+        float(through),
+        float(middle),
+        float(low),
+        float(high),
+        repeats,
+    )
 
 
 def _preload(client: Client, handles: list, frames: np.ndarray) -> None:

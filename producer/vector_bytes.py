@@ -11,11 +11,16 @@ Item = dict[str, Any]
 # Floats: bits of the exponent, bits of the mantissa, bias, and which codes are not numbers:
 # "ieee" (inf and nan), "fn" (only all ones is nan), "fnuz" (only the code of -0 is nan).
 FLOATS = {
-    "float16": (5, 10, 15, "ieee"), "float32": (8, 23, 127, "ieee"),
-    "float64": (11, 52, 1023, "ieee"), "bfloat16": (8, 7, 127, "ieee"),
-    "float8_e3m4": (3, 4, 3, "ieee"), "float8_e4m3": (4, 3, 7, "ieee"),
-    "float8_e4m3b11fnuz": (4, 3, 11, "fnuz"), "float8_e4m3fn": (4, 3, 7, "fn"),
-    "float8_e4m3fnuz": (4, 3, 8, "fnuz"), "float8_e5m2": (5, 2, 15, "ieee"),
+    "float16": (5, 10, 15, "ieee"),
+    "float32": (8, 23, 127, "ieee"),
+    "float64": (11, 52, 1023, "ieee"),
+    "bfloat16": (8, 7, 127, "ieee"),
+    "float8_e3m4": (3, 4, 3, "ieee"),
+    "float8_e4m3": (4, 3, 7, "ieee"),
+    "float8_e4m3b11fnuz": (4, 3, 11, "fnuz"),
+    "float8_e4m3fn": (4, 3, 7, "fn"),
+    "float8_e4m3fnuz": (4, 3, 8, "fnuz"),
+    "float8_e5m2": (5, 2, 15, "ieee"),
     "float8_e5m2fnuz": (5, 2, 16, "fnuz"),
 }
 INTS = {f"{sign}int{bits}": bits for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -45,8 +50,7 @@ def head(size: int, form: str, short: tuple[int, int] | None, long: bytes) -> by
     if form == "" and short and size <= short[1]:
         return bytes([short[0] | size])
     widths = {1: ">B", 2: ">H", 4: ">I"}
-    codes = dict(zip((1, 2, 4), long, strict=True)) if len(long) == 3 else {
-        2: long[0], 4: long[1]}
+    codes = dict(zip((1, 2, 4), long, strict=True)) if len(long) == 3 else {2: long[0], 4: long[1]}
     width = int(form) if form else next(w for w in codes if size < 256**w)
     return bytes([codes[width]]) + struct.pack(widths[width], size)
 
@@ -99,8 +103,20 @@ def floats(dtype: str) -> Item:
         exponent_bits, mantissa_bits, bias, _ = FLOATS[dtype]
         sign, one = 1 << (exponent_bits + mantissa_bits), bias << mantissa_bits
         inf = (2**exponent_bits - 1) << mantissa_bits
-        codes = [0, sign, one, sign | one | 1 << (mantissa_bits - 1), one | 1, 1, one - 3, inf - 1,
-                 inf, sign | inf, inf | 1 << (mantissa_bits - 1), inf | 1]
+        codes = [
+            0,
+            sign,
+            one,
+            sign | one | 1 << (mantissa_bits - 1),
+            one | 1,
+            1,
+            one - 3,
+            inf - 1,
+            inf,
+            sign | inf,
+            inf | 1 << (mantissa_bits - 1),
+            inf | 1,
+        ]
         width = (exponent_bits + mantissa_bits + 1) // 8
     data = b"".join(code.to_bytes(width, "little") for code in codes)
     return array(dtype, [len(codes)], data, [float_value(dtype, code) for code in codes])

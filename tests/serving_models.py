@@ -81,8 +81,9 @@ class Delayed(nn.Module):
         line = jnp.concatenate([past.value, x])
         past.value = line[len(x) :]
         taps = self.param("taps", nn.initializers.normal(1.0), (self.steps + 1,), x.dtype)
-        parts = [taps[k] * line[self.steps - k : self.steps - k + len(x)]
-                 for k in range(self.steps + 1)]
+        parts = [
+            taps[k] * line[self.steps - k : self.steps - k + len(x)] for k in range(self.steps + 1)
+        ]
         return sum(parts[1:], parts[0])
 
 
@@ -134,22 +135,34 @@ class Scaled(nn.Module):
 
 def scaled_up(variables: Any, factor: float = 2.0) -> Any:
     """Weights large enough that neurons fire; everything but the state."""
-    return {name: jax.tree.map(lambda w: w * jnp.asarray(factor, w.dtype), tree)
-            for name, tree in variables.items() if name != "state"}
+    return {
+        name: jax.tree.map(lambda w: w * jnp.asarray(factor, w.dtype), tree)
+        for name, tree in variables.items()
+        if name != "state"
+    }
 
 
-def linen_model(module: nn.Module, sample: tuple[int, ...], *, frame: int = 5,
-                dtype: Any = np.float32, call: dict[str, Any] | None = None) -> StreamModel:
+def linen_model(
+    module: nn.Module,
+    sample: tuple[int, ...],
+    *,
+    frame: int = 5,
+    dtype: Any = np.float32,
+    call: dict[str, Any] | None = None,
+) -> StreamModel:
     """A linen module with weights of seed 0."""
     extra = {"train": False} if isinstance(module, ConvNet) else {}
-    variables = module.init(jax.random.key(0), jnp.zeros((1, 1, *sample), dtype),
-                            **extra, **(call or {}))
-    return models.linen(module, scaled_up(variables), frame=frame, sample_shape=sample,
-                        dtype=dtype, call=call)
+    variables = module.init(
+        jax.random.key(0), jnp.zeros((1, 1, *sample), dtype), **extra, **(call or {})
+    )
+    return models.linen(
+        module, scaled_up(variables), frame=frame, sample_shape=sample, dtype=dtype, call=call
+    )
 
 
-def cell_model(cell: nn.RNNCellBase, features: int, *, frame: int = 5,
-               dtype: Any = np.float32) -> StreamModel:
+def cell_model(
+    cell: nn.RNNCellBase, features: int, *, frame: int = 5, dtype: Any = np.float32
+) -> StreamModel:
     """A Flax RNN cell, scanned over the frame."""
     start = cell.initialize_carry(jax.random.key(0), (1, features))
     start = jax.tree.map(lambda leaf: leaf.astype(dtype), start)
@@ -158,8 +171,15 @@ def cell_model(cell: nn.RNNCellBase, features: int, *, frame: int = 5,
     def step(variables: Any, carry: Any, frames: jax.Array) -> Any:
         return jax.lax.scan(lambda c, x: cell.apply(variables, c, x), carry, frames)
 
-    return models.carry(step, start, variables, frame=frame, sample_shape=(features,),
-                        dtype=dtype, name=type(cell).__name__)
+    return models.carry(
+        step,
+        start,
+        variables,
+        frame=frame,
+        sample_shape=(features,),
+        dtype=dtype,
+        name=type(cell).__name__,
+    )
 
 
 def gru(dtype: Any = np.float32) -> StreamModel:
@@ -188,9 +208,14 @@ def filters(dtype: Any = np.float32) -> StreamModel:
         "pole": (0.9 * np.exp(1j * rng.uniform(0, 3, 6))).astype(complex_dtype)[None],
         "w": rng.normal(size=(4, 6)).astype(dtype),
     }
-    return models.carry(step, lambda batch: (jnp.zeros((batch, 6), complex_dtype),
-                                             jnp.zeros((batch,), jnp.int32)),
-                        variables, frame=5, sample_shape=(4,), dtype=dtype)
+    return models.carry(
+        step,
+        lambda batch: (jnp.zeros((batch, 6), complex_dtype), jnp.zeros((batch,), jnp.int32)),
+        variables,
+        frame=5,
+        sample_shape=(4,),
+        dtype=dtype,
+    )
 
 
 ENGINE_MODELS = {

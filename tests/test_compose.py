@@ -79,8 +79,10 @@ def test_redis_keeps_what_it_acknowledged_and_listens_to_this_host_only():
     (published,) = redis["ports"]
     assert published.endswith(":6379")
     # Whoever connects says the same host and port.
-    for url in (SERVICES["worker"]["environment"]["SLOTSTREAM_REDIS"],
-                SERVICES["producer"]["command"][2]):
+    for url in (
+        SERVICES["worker"]["environment"]["SLOTSTREAM_REDIS"],
+        SERVICES["producer"]["command"][2],
+    ):
         assert url == "redis://redis:6379/0"
 
 
@@ -115,8 +117,13 @@ def test_the_worker_can_be_scaled():
     assert "SLOTSTREAM_NAME" not in worker["environment"], "a name is one worker's own"
 
 
-@pytest.mark.parametrize("extra", [s["build"]["args"]["EXTRA"] for s in
-                                   [*(SERVICES[n] for n in OURS), GPU["services"]["worker"]]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        s["build"]["args"]["EXTRA"]
+        for s in [*(SERVICES[n] for n in OURS), GPU["services"]["worker"]]
+    ],
+)
 def test_build_arguments_are_extras_of_the_distribution(extra):
     assert extra in EXTRAS
     assert re.search(r"^ARG EXTRA=", DOCKERFILE, re.MULTILINE)

@@ -48,11 +48,22 @@ def assert_same(replies, expected):
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 def test_a_worker_killed_at_twenty_random_points_loses_and_repeats_nothing(
-        redis_url, worker_process, thread_worker, model):
+    redis_url, worker_process, thread_worker, model
+):
     rng = random.Random(SEED)
     streams = streams_of(SESSIONS, FRAMES, model.frame_shape, seed=SEED)
-    options = ("--name", "phoenix", "--slots", str(SESSIONS), "--checkpoint-interval", "0.2",
-               "--lease", "2", "--sweep", "1")
+    options = (
+        "--name",
+        "phoenix",
+        "--slots",
+        str(SESSIONS),
+        "--checkpoint-interval",
+        "0.2",
+        "--lease",
+        "2",
+        "--sweep",
+        "1",
+    )
     counted, results = [0], {}
 
     def produce() -> None:
@@ -84,7 +95,8 @@ def test_a_worker_killed_at_twenty_random_points_loses_and_repeats_nothing(
 
 
 def test_without_a_name_the_sessions_are_taken_when_the_old_lease_has_ended(
-        redis_url, worker_process, thread_worker, model):
+    redis_url, worker_process, thread_worker, model
+):
     streams = streams_of(6, 40, model.frame_shape, seed=3)
     options = ("--lease", "1", "--sweep", "0.5", "--checkpoint-interval", "30")
     results = {}
@@ -108,7 +120,8 @@ def test_without_a_name_the_sessions_are_taken_when_the_old_lease_has_ended(
 
 
 def test_sigterm_drains_and_the_next_worker_goes_on_from_the_checkpoint(
-        redis_url, worker_process, thread_worker, model):
+    redis_url, worker_process, thread_worker, model
+):
     streams = streams_of(8, 60, model.frame_shape, seed=5)
     results = {}
 
@@ -122,8 +135,9 @@ def test_sigterm_drains_and_the_next_worker_goes_on_from_the_checkpoint(
     with Client(redis_url) as client:
         wait_until(lambda: client.redis.xlen("{slotstream:0}:out:s0") > 10, 30, "replies")
         assert first.terminate() == 0
-        cursor, done, status = client.redis.hmget("{slotstream:0}:slot:s0", "cursor", "done",
-                                                  "status")
+        cursor, done, status = client.redis.hmget(
+            "{slotstream:0}:slot:s0", "cursor", "done", "status"
+        )
         assert cursor == done != b"0-0"
         assert status == b"waiting"
         assert client.redis.smembers("{slotstream:0}:workers") == set()

@@ -18,9 +18,9 @@ import msgpack
 import numpy as np
 import pytest
 import redis
+
 from conftest import ThreadedWorker, streams_of, wait_until
 from serving_models import direct, served
-
 from slotstream.embedded import EmbeddedRedis
 
 CANCEL = (Path(__file__).resolve().parent.parent / "producer/slotstream/cancel.lua").read_text()
@@ -152,7 +152,8 @@ class Wire:
         """Read `count` replies after an id (`0-1` is `opened`), or all up to the last."""
         found: list[Reply] = []
         while len(found) != count:
-            answer = self.call("XREAD", "COUNT", 1, "BLOCK", 10_000, "STREAMS",
+            answer = self.call("XREAD", "COUNT", count - len(found) if count else 100,
+                               "BLOCK", 10_000, "STREAMS",
                                self.key("out", session), found[-1].id if found else after)
             assert answer, f"no reply to {session} after {ids(found)[-3:]}; row {self.row(session)}"
             found += [Reply(i.decode(), fields) for i, fields in answer[0][1]]
@@ -984,7 +985,7 @@ def test_after_a_checkpoint_the_row_says_so_and_the_inbox_is_trimmed_exactly(
     with gate.held():
         for part in (dict(list(entries.items())[:10]), dict(list(entries.items())[10:])):
             pushed += [wire.add(session, entry, *fields) for entry, fields in part.items()]
-            gate.step_until(lambda: check().decode() == pushed[-1])
+            gate.step_until(lambda last=pushed[-1]: check().decode() == last)
     assert partly > 3
     row = wire.row(session)
     assert row["cursor"] == row["done"] == b"18-0"

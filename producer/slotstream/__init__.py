@@ -22,7 +22,20 @@ from slotstream.session import Session
 __version__ = "0.1.0"
 
 __all__ = [
-    "BadFrame", "BadName", "BadReply", "Client", "EntryId", "FrameCodec", "Reply", "ReplyError",
-    "ReplyTimeout", "Session", "SessionClosed", "SessionExists", "SlotstreamError", "Unavailable",
-    "decode", "encode",
+    "BadFrame",
+    "BadName",
+    "BadReply",
+    "Client",
+    "EntryId",
+    "FrameCodec",
+    "Reply",
+    "ReplyError",
+    "ReplyTimeout",
+    "Session",
+    "SessionClosed",
+    "SessionExists",
+    "SlotstreamError",
+    "Unavailable",
+    "decode",
+    "encode",
 ]

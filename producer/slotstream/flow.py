@@ -45,22 +45,32 @@ class _Source:
         return fields
 
 
-def run(client: Client, streams: Mapping[str, Iterable[Any]], *, timeout_s: float,
-        rate_hz: float | None, on_reply: Callable[[str, Reply], None] | None
-        ) -> dict[str, list[Reply]]:
+def run(
+    client: Client,
+    streams: Mapping[str, Iterable[Any]],
+    *,
+    timeout_s: float,
+    rate_hz: float | None,
+    on_reply: Callable[[str, Reply], None] | None,
+) -> dict[str, list[Reply]]:
     """See `Client.run`."""
     now = time.monotonic()
     period = 1.0 / rate_hz if rate_hz else 0.0
     # Streams of a rate start spread over one period, as sensors that know nothing of each other.
     sessions = client.open_many(list(streams))
-    sources = {s.id: _Source(s, streams[s.id], now + period * k / len(sessions))
-               for k, s in enumerate(sessions)}
+    sources = {
+        s.id: _Source(s, streams[s.id], now + period * k / len(sessions))
+        for k, s in enumerate(sessions)
+    }
     going = dict(sources)
     heard = time.monotonic()
     while going:
         _push(client, list(going.values()), period)
-        waiting = {name: source.session for name, source in going.items()
-                   if source.session.in_flight or source.done}
+        waiting = {
+            name: source.session
+            for name, source in going.items()
+            if source.session.in_flight or source.done
+        }
         found = client.read_replies(waiting, _BLOCK_S) if waiting else {}
         if not waiting:
             time.sleep(min(_BLOCK_S, period or _BLOCK_S))
@@ -75,8 +85,10 @@ def run(client: Client, streams: Mapping[str, Iterable[Any]], *, timeout_s: floa
             heard = time.monotonic()
         elif time.monotonic() - heard > timeout_s:
             left = sorted(going)
-            raise ReplyTimeout(f"no reply in {timeout_s:g} s; {len(left)} sessions have not ended "
-                               f"({', '.join(left[:3])}, ...); is a worker running for this app?")
+            raise ReplyTimeout(
+                f"no reply in {timeout_s:g} s; {len(left)} sessions have not ended "
+                f"({', '.join(left[:3])}, ...); is a worker running for this app?"
+            )
     return {name: source.replies for name, source in sources.items()}
 
 
@@ -95,7 +107,7 @@ def _push(client: Client, sources: list[_Source], period: float) -> None:
         if len(batch) == _PUSHES_A_TURN:
             break
     if batch:
-        client.patiently(lambda: _send(client, batch))
+        client.link.patiently(lambda: _send(client, batch))
 
 
 def _send(client: Client, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
@@ -103,8 +115,12 @@ def _send(client: Client, batch: list[tuple[_Source, EntryId, dict[str, bytes | 
     pipeline = client.redis.pipeline(transaction=False)
     for source, entry, fields in batch:
         session = source.session
-        pipeline.execute_command("XADD", session.keys.inbox(session.id), str(entry),
-                                 *[part for pair in fields.items() for part in pair])
+        pipeline.execute_command(
+            "XADD",
+            session.keys.inbox(session.id),
+            str(entry),
+            *[part for pair in fields.items() for part in pair],
+        )
     for answer in pipeline.execute(raise_on_error=False):
         if isinstance(answer, redis.ResponseError) and "equal or smaller" in str(answer):
             continue

@@ -14,8 +14,16 @@ from slotstream.errors import BadFrame
 from slotstream.replies import Reply
 
 
-def push_file(client: Client, file: Path, session_id: str | None, *, frame: int | None,
-              out: Path | None, rate_hz: float | None, timeout_s: float) -> None:
+def push_file(
+    client: Client,
+    file: Path,
+    session_id: str | None,
+    *,
+    frame: int | None,
+    out: Path | None,
+    rate_hz: float | None,
+    timeout_s: float,
+) -> None:
     """Stream a .npy file's frames through a session; print the replies, or save their outputs."""
     frames = cut(np.load(file, allow_pickle=False), client.config(), frame)
     name = session_id or file.stem[:100]
@@ -32,7 +40,8 @@ def push_file(client: Client, file: Path, session_id: str | None, *, frame: int 
     client.run({name: frames}, timeout_s=timeout_s, rate_hz=rate_hz, on_reply=show)
     if out is not None and outputs:
         if isinstance(outputs[0], dict):
-            np.savez(out, **{key: np.concatenate([o[key] for o in outputs]) for key in outputs[0]})
+            joined: Any = {key: np.concatenate([o[key] for o in outputs]) for key in outputs[0]}
+            np.savez(out, **joined)
         else:
             np.save(out, np.concatenate(outputs))
         click.echo(f"{len(outputs)} outputs of session {name} in {out}")
@@ -47,8 +56,11 @@ def cut(array: Any, config: dict[str, str], frame: int | None) -> list[Any]:
     if array.ndim == rank + 2:
         return list(array)
     if array.ndim != rank + 1 or len(array) % length:
-        raise BadFrame("shape", f"expected frames [n, {length}, ...] or a multiple of {length} "
-                                f"time steps, got an array {list(array.shape)}")
+        raise BadFrame(
+            "shape",
+            f"expected frames [n, {length}, ...] or a multiple of {length} "
+            f"time steps, got an array {list(array.shape)}",
+        )
     return list(array.reshape(len(array) // length, length, *array.shape[1:]))
 
 

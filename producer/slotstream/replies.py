@@ -80,4 +80,6 @@ def _error(raw: bytes) -> ReplyError:
         value: Any = msgpack.unpackb(raw, raw=False)
         return ReplyError(str(value["code"]), str(value["message"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise BadReply(f"an error is a msgpack map of code and message, got {raw[:40]!r}") from error
+        raise BadReply(
+            f"an error is a msgpack map of code and message, got {raw[:40]!r}"
+        ) from error

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 
-from slotstream.codec import Array
 from slotstream.connect import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
 from slotstream.ids import OPENED, ZERO, EntryId
@@ -29,8 +28,17 @@ class Session:
     without running twice.
     """
 
-    def __init__(self, client: Client, session: str, keys: Keys, *, last: EntryId = ZERO,
-                 read_to: EntryId = ZERO, trims: bool = False, follows: bool = False) -> None:
+    def __init__(
+        self,
+        client: Client,
+        session: str,
+        keys: Keys,
+        *,
+        last: EntryId = ZERO,
+        read_to: EntryId = ZERO,
+        trims: bool = False,
+        follows: bool = False,
+    ) -> None:
         self.client, self.id, self.keys = client, session, keys
         self.trims = trims
         """Whether replies are deleted once read (the session was opened to wait for its reader)."""
@@ -119,8 +127,9 @@ class Session:
         while len(self._waiting) >= self.client.window and not self.closed:
             self._pump(timeout_s)
         if self.closed:
-            raise SessionClosed(f"session {self.id} has ended ({self.closed.reason}); open a new "
-                                "one")
+            raise SessionClosed(
+                f"session {self.id} has ended ({self.closed.reason}); open a new one"
+            )
         entry = self.next_id()
         inbox = self.keys.inbox(self.id)
         tries = 0
@@ -129,11 +138,12 @@ class Session:
             nonlocal tries
             tries += 1
             self.client.redis.execute_command(
-                "XADD", inbox, str(entry), *[part for pair in fields.items() for part in pair])
+                "XADD", inbox, str(entry), *[part for pair in fields.items() for part in pair]
+            )
 
         while True:
             try:
-                self.client.patiently(add)
+                self.client.link.patiently(add)
                 break
             except redis.ResponseError as error:
                 if "equal or smaller" not in str(error):
@@ -164,8 +174,9 @@ class Session:
             block = min(deadline - time.monotonic(), MAX_BLOCK_S)
             if block <= 0:
                 raise ReplyTimeout(
-                    f"no reply in {timeout_s:g} s in session {self.id}, {self.in_flight} in flight; "
-                    "is a worker running for this app, and has it room?")
+                    f"no reply in {timeout_s:g} s in session {self.id}, {self.in_flight} in "
+                    "flight; is a worker running for this app, and has it room?"
+                )
             entries = self.client.read_replies({self.id: self}, block)
             if entries.get(self.id):
                 return

@@ -27,8 +27,10 @@ def read_table(client: Any, keys: Keys) -> list[dict[str, Any]]:
         for k, name in enumerate(part):
             values, entries, state = answers[3 * k : 3 * k + 3]
             row: dict[str, Any] = {"session": name}
-            row.update((field, (value or b"").decode()) for field, value in
-                       zip(_FIELDS, values, strict=True))
+            row.update(
+                (field, (value or b"").decode())
+                for field, value in zip(_FIELDS, values, strict=True)
+            )
             row["behind"] = entries - int(row["count"] or 0)
             row["state_bytes"] = state
             rows.append(row)
@@ -38,14 +40,30 @@ def read_table(client: Any, keys: Keys) -> list[dict[str, Any]]:
 def show_table(rows: list[dict[str, Any]], app: str, limit: int) -> None:
     """Print the rows as a table."""
     table = Table(title=f"{len(rows)} sessions of {app}", title_justify="left")
-    for name, right in (("session", False), ("status", False), ("owner", False), ("epoch", True),
-                        ("cursor", True), ("done", True), ("waiting", True), ("state", True),
-                        ("weights", False)):
+    for name, right in (
+        ("session", False),
+        ("status", False),
+        ("owner", False),
+        ("epoch", True),
+        ("cursor", True),
+        ("done", True),
+        ("waiting", True),
+        ("state", True),
+        ("weights", False),
+    ):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for row in rows[:limit]:
-        table.add_row(row["session"], row["status"], row["owner"], row["epoch"], row["cursor"],
-                      row["done"], str(max(row["behind"], 0)), f"{row['state_bytes']:,} B",
-                      row["weights"])
+        table.add_row(
+            row["session"],
+            row["status"],
+            row["owner"],
+            row["epoch"],
+            row["cursor"],
+            row["done"],
+            str(max(row["behind"], 0)),
+            f"{row['state_bytes']:,} B",
+            row["weights"],
+        )
     console = Console()
     console.print(table)
     if len(rows) > limit:

@@ -11,14 +11,20 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.probe import Probe, candidates
 
 
-def report(model: StreamModel, slots: int, row_counts: tuple[int, ...] | None,
-           console: Console) -> None:
+def report(
+    model: StreamModel, slots: int, row_counts: tuple[int, ...] | None, console: Console
+) -> None:
     """Measure a model and print what it takes, gives and holds, and how it would be launched."""
     console.print(_takes(model))
     engine = Engine(model, slots)
     counts = list(row_counts or candidates(slots))
-    with Progress(TextColumn("measuring {task.fields[rows]} rows a launch"), BarColumn(),
-                  MofNCompleteColumn(), console=console, transient=True) as bar:
+    with Progress(
+        TextColumn("measuring {task.fields[rows]} rows a launch"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
         task = bar.add_task("", total=len(counts), rows=0)
 
         def step(count: int) -> None:
@@ -27,9 +33,11 @@ def report(model: StreamModel, slots: int, row_counts: tuple[int, ...] | None,
         probed = engine.prepare(counts, progress=step)
     console.print(_launches(probed))
     chosen = ", ".join(map(str, probed.row_counts))
-    console.print(f"[green]yes[/]: it can be served, in launches of {chosen} rows. A round of all "
-                  f"{slots} sessions takes about {probed.cover.cost(slots):.2f} ms.",
-                  highlight=False)
+    console.print(
+        f"[green]yes[/]: it can be served, in launches of {chosen} rows. A round of all "
+        f"{slots} sessions takes about {probed.cover.cost(slots):.2f} ms.",
+        highlight=False,
+    )
 
 
 def _takes(model: StreamModel) -> Table:
@@ -40,8 +48,9 @@ def _takes(model: StreamModel) -> Table:
     for output in model.outputs:
         table.add_row(f"output {output.name}", f"{output.dtype.name} {list(output.shape)}")
     for leaf in model.spec.leaves:
-        table.add_row(f"state {leaf.path}", f"{leaf.dtype.name} {list(leaf.shape)}, "
-                                            f"batch axis {leaf.axis}")
+        table.add_row(
+            f"state {leaf.path}", f"{leaf.dtype.name} {list(leaf.shape)}, batch axis {leaf.axis}"
+        )
     table.add_row("state a slot", f"{model.spec.row_bytes:,} bytes")
     if model.spec.row_bytes:
         table.add_row("slots a GiB", f"{2**30 // model.spec.row_bytes:,}")
@@ -56,10 +65,17 @@ def _launches(probed: Probe) -> Table:
     table.add_column("agrees bit for bit with")
     table.add_column("used")
     for one in probed.measured:
-        same = [str(m.count) for m in probed.measured
-                if m.steady and m.digest == one.digest and m.count != one.count]
+        same = [
+            str(m.count)
+            for m in probed.measured
+            if m.steady and m.digest == one.digest and m.count != one.count
+        ]
         agrees = ", ".join(same) or "none other"
-        table.add_row(str(one.count), f"{one.ms:.3f}", f"{1e3 * one.ms / one.count:.1f}",
-                      agrees if one.steady else "[red]not even itself: rows depend on company[/]",
-                      "yes" if one.count in probed.row_counts else "")
+        table.add_row(
+            str(one.count),
+            f"{one.ms:.3f}",
+            f"{1e3 * one.ms / one.count:.1f}",
+            agrees if one.steady else "[red]not even itself: rows depend on company[/]",
+            "yes" if one.count in probed.row_counts else "",
+        )
     return table

@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,40 @@ from slotstream_worker.config import WorkerConfig
 _DEFAULTS = WorkerConfig(nonce="0")
 
 
-def _option(name: str, **kwargs: Any) -> Any:
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def _option(name: str, **kwargs: Any) -> Decorator:
     env = "SLOTSTREAM_" + name.removeprefix("--").upper().replace("-", "_")
-    return click.option(name, envvar=env, show_envvar=True, show_default=True, **kwargs)
+    made: Decorator = click.option(name, envvar=env, show_envvar=True, show_default=True, **kwargs)
+    return made
 
 
-model_option = _option("--model", default="slotstream_worker.demo.serving:model",
-                       help="MODULE:ATTRIBUTE, a callable without arguments that returns a "
-                            "StreamModel; the demo's model by default.")
-slots_option = _option("--slots", default=_DEFAULTS.slots, type=click.IntRange(1),
-                       help="Sessions held at a time.")
+model_option = _option(
+    "--model",
+    default="slotstream_worker.demo.serving:model",
+    help="MODULE:ATTRIBUTE, a callable without arguments that returns a "
+    "StreamModel; the demo's model by default.",
+)
+slots_option = _option(
+    "--slots", default=_DEFAULTS.slots, type=click.IntRange(1), help="Sessions held at a time."
+)
 
 
-class _Counts(click.ParamType):
+class _Counts(click.ParamType):  # type: ignore[type-arg]
     name = "N,N,..."
 
-    def convert(self, value: Any, param: click.Parameter | None,
-                ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
             return tuple(sorted({int(part) for part in value.split(",")}))
         except ValueError:
-            self.fail(f"row counts are whole numbers with commas between, got {value!r}", param,
-                      ctx)
+            self.fail(
+                f"row counts are whole numbers with commas between, got {value!r}", param, ctx
+            )
 
 
 @click.command()
@@ -49,56 +60,136 @@ class _Counts(click.ParamType):
 @app_option
 @model_option
 @slots_option
-@_option("--name", default="", help="Identity that a restart keeps: its next process takes its "
-                                    "sessions back at once. One worker a name.")
-@_option("--checkpoint-interval", default=_DEFAULTS.checkpoint_interval_s, type=float,
-         help="Seconds between checkpoints of a session that moves.")
-@_option("--checkpoint-bytes", default=_DEFAULTS.checkpoint_bytes_per_s, type=float,
-         help="Bytes of state a second that checkpoints write at most.")
-@_option("--lease", default=_DEFAULTS.lease_s, type=float,
-         help="Seconds without a sign after which the worker counts as dead.")
-@_option("--sweep", default=_DEFAULTS.sweep_s, type=float,
-         help="Seconds between full comparisons with what Redis holds.")
-@_option("--reply-retention", default=_DEFAULTS.reply_retention, type=int,
-         help="Replies an open session keeps.")
-@_option("--reply-ttl", default=_DEFAULTS.reply_ttl_s, type=float,
-         help="Seconds that the replies of a closed session stay.")
-@_option("--max-frame-bytes", default=_DEFAULTS.max_frame_bytes, type=int,
-         help="The largest encoded frame taken.")
-@_option("--read-ahead", default=_DEFAULTS.read_ahead, type=int,
-         help="Entries read of a session at a time.")
+@_option(
+    "--name",
+    default="",
+    help="Identity that a restart keeps: its next process takes its "
+    "sessions back at once. One worker a name.",
+)
+@_option(
+    "--checkpoint-interval",
+    default=_DEFAULTS.checkpoint_interval_s,
+    type=float,
+    help="Seconds between checkpoints of a session that moves.",
+)
+@_option(
+    "--checkpoint-bytes",
+    default=_DEFAULTS.checkpoint_bytes_per_s,
+    type=float,
+    help="Bytes of state a second that checkpoints write at most.",
+)
+@_option(
+    "--lease",
+    default=_DEFAULTS.lease_s,
+    type=float,
+    help="Seconds without a sign after which the worker counts as dead.",
+)
+@_option(
+    "--sweep",
+    default=_DEFAULTS.sweep_s,
+    type=float,
+    help="Seconds between full comparisons with what Redis holds.",
+)
+@_option(
+    "--reply-retention",
+    default=_DEFAULTS.reply_retention,
+    type=int,
+    help="Replies an open session keeps.",
+)
+@_option(
+    "--reply-ttl",
+    default=_DEFAULTS.reply_ttl_s,
+    type=float,
+    help="Seconds that the replies of a closed session stay.",
+)
+@_option(
+    "--max-frame-bytes",
+    default=_DEFAULTS.max_frame_bytes,
+    type=int,
+    help="The largest encoded frame taken.",
+)
+@_option(
+    "--read-ahead",
+    default=_DEFAULTS.read_ahead,
+    type=int,
+    help="Entries read of a session at a time.",
+)
 @_option("--finite", is_flag=True, help="Refuse frames with NaN or infinities.")
-@_option("--allow-inexact", is_flag=True,
-         help="Serve though this device's bits differ from the app's other workers'.")
-@_option("--row-counts", type=_Counts(), default=None,
-         help="Rows a launch, instead of those a measurement chooses.")
-@_option("--compile-cache", type=click.Path(file_okay=False, path_type=Path), default=None,
-         help="Folder that keeps compiled programs from one start to the next.")
+@_option(
+    "--allow-inexact",
+    is_flag=True,
+    help="Serve though this device's bits differ from the app's other workers'.",
+)
+@_option(
+    "--row-counts",
+    type=_Counts(),
+    default=None,
+    help="Rows a launch, instead of those a measurement chooses.",
+)
+@_option(
+    "--compile-cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Folder that keeps compiled programs from one start to the next.",
+)
 @_option("--metrics-port", default=0, help="Serve Prometheus metrics on this port; 0 for none.")
-@_option("--log-level", default="info",
-         type=click.Choice(["debug", "info", "warning", "error"]), help="What is logged.")
-def worker(url: str, app: str, model: str, slots: int, name: str, checkpoint_interval: float,
-           checkpoint_bytes: float, lease: float, sweep: float, reply_retention: int,
-           reply_ttl: float, max_frame_bytes: int, read_ahead: int, finite: bool,
-           allow_inexact: bool, row_counts: tuple[int, ...] | None, compile_cache: Path | None,
-           metrics_port: int, log_level: str) -> None:
+@_option(
+    "--log-level",
+    default="info",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="What is logged.",
+)
+def worker(
+    url: str,
+    app: str,
+    model: str,
+    slots: int,
+    name: str,
+    checkpoint_interval: float,
+    checkpoint_bytes: float,
+    lease: float,
+    sweep: float,
+    reply_retention: int,
+    reply_ttl: float,
+    max_frame_bytes: int,
+    read_ahead: int,
+    finite: bool,
+    allow_inexact: bool,
+    row_counts: tuple[int, ...] | None,
+    compile_cache: Path | None,
+    metrics_port: int,
+    log_level: str,
+) -> None:
     """Serve a model: the process behind the device.
 
     SIGTERM drains: the round is finished, every session checkpointed and handed back, and the
     exit status is 0. A second SIGTERM aborts.
     """
-    logging.basicConfig(level=log_level.upper(), stream=sys.stderr,
-                        format="%(asctime)s %(levelname)-7s %(message)s")
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s"
+    )
     # The compiler's own messages are not the worker's.
     logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         config = WorkerConfig(
-            redis=url, app=app, slots=slots, name=name,
-            checkpoint_interval_s=checkpoint_interval, checkpoint_bytes_per_s=checkpoint_bytes,
-            lease_s=lease, sweep_s=sweep, reply_retention=reply_retention, reply_ttl_s=reply_ttl,
-            max_frame_bytes=max_frame_bytes, read_ahead=read_ahead, finite=finite,
-            allow_inexact=allow_inexact, row_counts=row_counts or (),
-            compile_cache=compile_cache, metrics_port=metrics_port)
+            redis=url,
+            app=app,
+            slots=slots,
+            name=name,
+            checkpoint_interval_s=checkpoint_interval,
+            checkpoint_bytes_per_s=checkpoint_bytes,
+            lease_s=lease,
+            sweep_s=sweep,
+            reply_retention=reply_retention,
+            reply_ttl_s=reply_ttl,
+            max_frame_bytes=max_frame_bytes,
+            read_ahead=read_ahead,
+            finite=finite,
+            allow_inexact=allow_inexact,
+            row_counts=row_counts or (),
+            compile_cache=compile_cache,
+            metrics_port=metrics_port,
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     run_worker(config, model)
@@ -121,12 +212,22 @@ def run_worker(config: WorkerConfig, target: str) -> None:
     set_up(config.compile_cache)
     try:
         worker = Worker(config, load(target))
-        log.info("worker %s of app %s: %s, %d slots of %d bytes", config.worker, config.app,
-                 worker.model.name, config.slots, worker.model.spec.row_bytes)
-        serve(worker, stop, progress=lambda count: log.info("compiling and measuring launches of "
-                                                            "%d rows", count),
-              ready=lambda: log.info("serving, in launches of %s rows",
-                                     ", ".join(map(str, worker.engine.row_counts))))
+        log.info(
+            "worker %s of app %s: %s, %d slots of %d bytes",
+            config.worker,
+            config.app,
+            worker.model.name,
+            config.slots,
+            worker.model.spec.row_bytes,
+        )
+        serve(
+            worker,
+            stop,
+            progress=lambda count: log.info("compiling and measuring launches of %d rows", count),
+            ready=lambda: log.info(
+                "serving, in launches of %s rows", ", ".join(map(str, worker.engine.row_counts))
+            ),
+        )
     except (BadTarget, CannotStream, Disagreement, Displaced) as error:
         log.error("%s", error)
         sys.exit(1)
@@ -165,7 +266,8 @@ def health(url: str, app: str, name: str, here: bool) -> None:
     from slotstream.connect import connect
     from slotstream.names import Keys
 
-    client, keys = connect(url, name="slotstream-health"), Keys(app)
+    client: Any = connect(url, name="slotstream-health")
+    keys = Keys(app)
     alive = []
     for worker in sorted(raw.decode() for raw in client.smembers(keys.workers)):
         where = client.get(keys.lease(worker))
@@ -179,16 +281,27 @@ def health(url: str, app: str, name: str, here: bool) -> None:
 
 @click.command()
 @app_option
-@click.option("--against", metavar="URL", help="Stream to the workers of this Redis, instead of "
-                                               "starting a Redis and a worker; kills nothing.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), default=Path("demo.png"),
-              show_default=True, help="Where the picture goes.")
-@click.option("--rate", "rate_hz", default=4.0, show_default=True,
-              help="Frames a second of each session.")
+@click.option(
+    "--against",
+    metavar="URL",
+    help="Stream to the workers of this Redis, instead of "
+    "starting a Redis and a worker; kills nothing.",
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("demo.png"),
+    show_default=True,
+    help="Where the picture goes.",
+)
+@click.option(
+    "--rate", "rate_hz", default=4.0, show_default=True, help="Frames a second of each session."
+)
 @click.option("--no-crash", is_flag=True, help="Do not kill the worker.")
 @click.option("--server", help="The redis-server to run; one is found by default.")
-def demo(app: str, against: str | None, png: Path, rate_hz: float, no_crash: bool,
-         server: str | None) -> None:
+def demo(
+    app: str, against: str | None, png: Path, rate_hz: float, no_crash: bool, server: str | None
+) -> None:
     """Stream 370 recordings through a worker that is killed on the way.
 
     Starts a real Redis and a worker, streams the 370 test utterances of the Japanese Vowels
@@ -202,5 +315,9 @@ def demo(app: str, against: str | None, png: Path, rate_hz: float, no_crash: boo
     sys.exit(run_demo(png, rate_hz=rate_hz, crash=not no_crash, server=server))
 
 
-COMMANDS: dict[str, click.Command] = {"worker": worker, "check": check, "demo": demo,
-                                      "health": health}
+COMMANDS: dict[str, click.Command] = {
+    "worker": worker,
+    "check": check,
+    "demo": demo,
+    "health": health,
+}

@@ -62,8 +62,14 @@ class WorkerConfig:
         for name in ("slots", "reply_retention", "read_ahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
-        for name in ("checkpoint_interval_s", "lease_s", "sweep_s", "stall_s", "reply_ttl_s",
-                     "checkpoint_bytes_per_s"):
+        for name in (
+            "checkpoint_interval_s",
+            "lease_s",
+            "sweep_s",
+            "stall_s",
+            "reply_ttl_s",
+            "checkpoint_bytes_per_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is more than 0, got {getattr(self, name)}")
         if any(count < 1 for count in self.row_counts):

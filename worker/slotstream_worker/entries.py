@@ -65,25 +65,31 @@ class EntryReader:
 
     def _content(self, fields: Mapping[bytes, bytes]) -> tuple[bytes | None, bool]:
         if unknown := sorted(fields.keys() - _KNOWN):
-            raise BadFrame("unknown_field", f"an entry has frame, end, op and target, and this one "
-                                            f"also {_text(unknown[0])}")
+            raise BadFrame(
+                "unknown_field",
+                f"an entry has frame, end, op and target, and this one also {_text(unknown[0])}",
+            )
         if fields.get(b"end", b"1") != b"1":
             raise BadFrame("bad_end", f"end is 1 or absent, got {_text(fields[b'end'])}")
         op = fields.get(b"op")
         if op is not None and op.decode("latin-1") not in OPS:
-            raise BadFrame("unknown_op", f"this worker knows the op {', '.join(OPS)}, got "
-                                         f"{_text(op)}")
+            raise BadFrame(
+                "unknown_op", f"this worker knows the op {', '.join(OPS)}, got {_text(op)}"
+            )
         if b"target" in fields:
-            raise BadFrame("unknown_field", "target goes with the op fork, which this worker does "
-                                            "not know")
+            raise BadFrame(
+                "unknown_field", "target goes with the op fork, which this worker does not know"
+            )
         if b"frame" not in fields:
             if op is None and b"end" not in fields:
                 raise BadFrame("no_frame", "an entry has a frame, an op or an end")
             return None, op is not None
         payload = self.frames.payload(fields[b"frame"])
         if self._finite and not np.isfinite(np.frombuffer(payload, self.frames.dtype)).all():
-            raise BadFrame("not_finite", "this app takes finite values only, and the frame holds "
-                                         "NaN or an infinity")
+            raise BadFrame(
+                "not_finite",
+                "this app takes finite values only, and the frame holds NaN or an infinity",
+            )
         return payload, op is not None
 
 
@@ -93,8 +99,9 @@ class AnswerWriter:
     def __init__(self, model: StreamModel) -> None:
         self._weights = model.weights
         self._single = model.single
-        self._headers = [(output.name, header(output.dtype, output.shape))
-                         for output in model.outputs]
+        self._headers = [
+            (output.name, header(output.dtype, output.shape)) for output in model.outputs
+        ]
         self._map = msgpack.Packer().pack_map_header(len(self._headers))
 
     def output(self, entry: Entry, row: Mapping[str, np.ndarray[Any, Any]]) -> Answer:

@@ -15,7 +15,7 @@ import numpy as np
 
 from slotstream.codec import FrameCodec
 from slotstream.ids import EntryId
-from slotstream_worker.engine.engine import Engine, Flight
+from slotstream_worker.engine.engine import Engine, Failed, Flight, Ran
 from slotstream_worker.entries import AnswerWriter, Entry, EntryReader
 from slotstream_worker.store.inbox import Raw
 from slotstream_worker.store.table import Answer, Row
@@ -121,11 +121,21 @@ class Host:
             raise RuntimeError(f"{len(rows)} sessions were claimed with room for {pool.free}")
         adopted, states = [], {}
         for row in rows:
-            hosted = Hosted(row.session, row.epoch, row.cuts, base=row.done, position=row.cursor,
-                            read_to=row.done, replay_to=row.done, weights=row.weights)
+            hosted = Hosted(
+                row.session,
+                row.epoch,
+                row.cuts,
+                base=row.done,
+                position=row.cursor,
+                read_to=row.done,
+                replay_to=row.done,
+                weights=row.weights,
+            )
             if row.state and row.layout != self.engine.model.spec.layout:
-                hosted.held = (f"its checkpoint has the layout {row.layout}, and this model's "
-                               f"state {self.engine.model.spec.layout}")
+                hosted.held = (
+                    f"its checkpoint has the layout {row.layout}, and this model's "
+                    f"state {self.engine.model.spec.layout}"
+                )
                 log.error("session %s is left as it is: %s", row.session, hosted.held)
             else:
                 states[row.session] = row.state
@@ -144,12 +154,18 @@ class Host:
             return
         entries = [entry for id_, raw in raws if not (entry := self.reader.read(id_, raw)).mark]
         if len(entries) < row.count:
-            log.error("session %s: %d entries were answered after its checkpoint and %d are left; "
-                      "it ends with replay_gap", row.session, row.count, len(entries))
+            log.error(
+                "session %s: %d entries were answered after its checkpoint and %d are left; "
+                "it ends with replay_gap",
+                row.session,
+                row.count,
+                len(entries),
+            )
             self.finish(hosted, "end", "replay_gap")
             return
-        hosted.queue.extend(entry for entry in entries
-                            if entry.id not in row.skipped and not entry.error)
+        hosted.queue.extend(
+            entry for entry in entries if entry.id not in row.skipped and not entry.error
+        )
         if hosted.queue:
             self._ready[hosted.session] = hosted
             hosted.replay_to = hosted.queue[-1].id
@@ -233,8 +249,11 @@ class Host:
     def collect(self, flying: Flying) -> int:
         """Wait for a round; its rows and answers are then there. Returns how many frames ran."""
         formed = flying.round
-        entries = {hosted.session: (hosted, entry) for hosted, entry in formed.framed
-                   if self.hosted.get(hosted.session) is hosted}
+        entries = {
+            hosted.session: (hosted, entry)
+            for hosted, entry in formed.framed
+            if self.hosted.get(hosted.session) is hosted
+        }
         for session, outcome in self._outcomes(flying, entries):
             hosted, entry = entries[session]
             if isinstance(outcome, Answer):
@@ -245,43 +264,52 @@ class Host:
                 hosted.in_flight = False
                 self.finish(hosted, "handback")
             else:
-                self._answered(hosted, entry, self.writer.error(
-                    entry, "launch_failed", f"the model raised on this frame: "
-                                            f"{type(outcome).__name__}: {outcome}"))
+                self._answered(
+                    hosted,
+                    entry,
+                    self.writer.error(
+                        entry,
+                        "launch_failed",
+                        f"the model raised on this frame: {type(outcome).__name__}: {outcome}",
+                    ),
+                )
         for hosted, entry in formed.plain:
             if self.hosted.get(hosted.session) is hosted:
                 self._plain(hosted, entry)
         return len(formed.framed)
 
-    def _outcomes(self, flying: Flying, entries: dict[str, tuple[Hosted, Entry]]
-                  ) -> Iterator[tuple[str, Answer | Exception]]:
+    def _outcomes(
+        self, flying: Flying, entries: dict[str, tuple[Hosted, Entry]]
+    ) -> Iterator[tuple[str, Answer | Exception]]:
         """Each session's answer, or what its frame raised when it ran alone."""
         if not flying.round.framed:
             return
-        ran = None
+        outcomes: Iterable[Ran | Failed] | None = None
         if flying.flight is not None:
             try:
-                ran = self.engine.finish(flying.flight)
+                outcomes = self.engine.finish(flying.flight)
             except Exception:
-                log.exception("a round of %d frames failed; it is run again",
-                              len(flying.round.framed))
-        if ran is None:
-            keep = [k for k, (hosted, _) in enumerate(flying.round.framed)
-                    if hosted.session in entries]
+                log.exception(
+                    "a round of %d frames failed; it is run again", len(flying.round.framed)
+                )
+        if outcomes is None:
+            keep = [
+                k for k, (hosted, _) in enumerate(flying.round.framed) if hosted.session in entries
+            ]
             names = [flying.round.framed[k][0].session for k in keep]
-            outcomes = self.engine.isolate(names, flying.frames[keep],
-                                           from_rest=flying.from_rest) if names else ()
-        else:
-            outcomes = ran
-        for plan_or_name, result in outcomes:
-            if isinstance(result, Exception):
-                yield str(plan_or_name), result
+            outcomes = (
+                self.engine.isolate(names, flying.frames[keep], from_rest=flying.from_rest)
+                if names
+                else ()
+            )
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                yield str(outcome.session), outcome.error
                 continue
-            rows = [(name, array) for name, array in result.items()]
-            for k, session in enumerate(plan_or_name.sessions):
+            for k, session in enumerate(map(str, outcome.sessions)):
                 if session in entries:
-                    entry = entries[session][1]
-                    yield session, self.writer.output(entry, {n: array[k] for n, array in rows})
+                    row = {name: array[k] for name, array in outcome.outputs.items()}
+                    yield session, self.writer.output(entries[session][1], row)
 
     def _plain(self, hosted: Hosted, entry: Entry) -> None:
         if entry.error:

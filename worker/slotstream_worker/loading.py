@@ -33,8 +33,10 @@ def load(target: str) -> StreamModel:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise
-        raise BadTarget(f"there is no module {error.name!r} (looked for {target!r} from {here}); "
-                        "is it installed, or on PYTHONPATH?") from error
+        raise BadTarget(
+            f"there is no module {error.name!r} (looked for {target!r} from {here}); "
+            "is it installed, or on PYTHONPATH?"
+        ) from error
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -43,6 +45,8 @@ def load(target: str) -> StreamModel:
         found = getattr(found, part)
     model = found() if callable(found) and not isinstance(found, StreamModel) else found
     if not isinstance(model, StreamModel):
-        raise BadTarget(f"{target} gives a {type(model).__name__}, and a StreamModel is needed; "
-                        "slotstream_worker.models.linen and .carry make one")
+        raise BadTarget(
+            f"{target} gives a {type(model).__name__}, and a StreamModel is needed; "
+            "slotstream_worker.models.linen and .carry make one"
+        )
     return model

@@ -24,10 +24,15 @@ class Metrics:
         self.sessions = self._gauge("sessions", "Sessions held")
         self.waiting = self._gauge("waiting", "Sessions that wait for a worker, as last seen")
         self.inexact = self._gauge("inexact", "1 when this worker's bits differ from the app's")
-        self.oldest = self._gauge("oldest_checkpoint_seconds",
-                                  "Age of the oldest state not checkpointed")
-        self.round_rows = Histogram("slotstream_round_rows", "Frames a round",
-                                    buckets=[4**k for k in range(9)], registry=self.registry)
+        self.oldest = self._gauge(
+            "oldest_checkpoint_seconds", "Age of the oldest state not checkpointed"
+        )
+        self.round_rows = Histogram(
+            "slotstream_round_rows",
+            "Frames a round",
+            buckets=[4**k for k in range(9)],
+            registry=self.registry,
+        )
 
     def serve(self, port: int) -> None:
         """Answer scrapes on `port`, from a thread."""

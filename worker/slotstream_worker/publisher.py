@@ -61,7 +61,8 @@ class Publisher:
         """Whether `done` is what this worker has written, or may have written."""
         return done == hosted.base or any(
             h is hosted and commit.answers and commit.answers[-1].id == done
-            for h, commit in self._unanswered)
+            for h, commit in self._unanswered
+        )
 
     def next_due_s(self) -> float:
         """Seconds until the next checkpoint is due."""
@@ -79,8 +80,11 @@ class Publisher:
         self._full_checked = now
         names = list(self._full)
         lengths = partition.line.calls([("XLEN", partition.keys.outbox(s)) for s in names])
-        free = [self._full[s] for s, length in zip(names, lengths, strict=True)
-                if not isinstance(length, Exception) and length < self.config.reply_retention]
+        free = [
+            self._full[s]
+            for s, length in zip(names, lengths, strict=True)
+            if not isinstance(length, Exception) and length < self.config.reply_retention
+        ]
         for hosted in free:
             del self._full[hosted.session]
         return free
@@ -89,8 +93,10 @@ class Publisher:
         chosen = {h.session: h for h in self.host.acting.values() if _acts(h)}
         saved = self._checkpoints(self._due(everything=everything), everything=everything)
         chosen.update((hosted.session, hosted) for hosted, _ in saved.values())
-        return [(hosted, self._commit(hosted, saved.get(hosted.session, (hosted, None))[1]))
-                for hosted in chosen.values()]
+        return [
+            (hosted, self._commit(hosted, saved.get(hosted.session, (hosted, None))[1]))
+            for hosted in chosen.values()
+        ]
 
     def _due(self, *, everything: bool) -> list[Hosted]:
         """Sessions whose checkpoint is due, the oldest first; those handed back always are."""
@@ -103,13 +109,16 @@ class Publisher:
                 break
             else:
                 due[session] = hosted
-        due.update((s, h) for s, h in self.host.acting.items()
-                   if h.action == "handback" and not h.in_flight
-                   and (h.answers or s in self._dirty))
+        due.update(
+            (s, h)
+            for s, h in self.host.acting.items()
+            if h.action == "handback" and not h.in_flight and (h.answers or s in self._dirty)
+        )
         return [h for h in due.values() if h.settled and h.action != "end"]
 
-    def _checkpoints(self, due: list[Hosted], *,
-                     everything: bool) -> dict[str, tuple[Hosted, Checkpoint]]:
+    def _checkpoints(
+        self, due: list[Hosted], *, everything: bool
+    ) -> dict[str, tuple[Hosted, Checkpoint]]:
         """States of the sessions whose turn it is, within the budget of bytes a second."""
         if not due:
             return {}
@@ -124,14 +133,24 @@ class Publisher:
         self._allowance -= size * len(due)
         states = self.host.engine.pool.read([h.session for h in due])
         model = self.host.engine.model
-        return {h.session: (h, Checkpoint(state, model.spec.layout, model.weights))
-                for h, state in zip(due, states, strict=True)}
+        return {
+            h.session: (h, Checkpoint(state, model.spec.layout, model.weights))
+            for h, state in zip(due, states, strict=True)
+        }
 
     def _commit(self, hosted: Hosted, checkpoint: Checkpoint | None) -> Commit:
         acts = bool(hosted.action) and not hosted.in_flight
-        return Commit(hosted.session, hosted.epoch, hosted.cuts, hosted.base,
-                      tuple(hosted.answers), checkpoint, hosted.action if acts else "",
-                      hosted.reason if acts else "", hosted.mark if acts else "")
+        return Commit(
+            hosted.session,
+            hosted.epoch,
+            hosted.cuts,
+            hosted.base,
+            tuple(hosted.answers),
+            checkpoint,
+            hosted.action if acts else "",
+            hosted.reason if acts else "",
+            hosted.mark if acts else "",
+        )
 
     def _deliver(self, partition: Partition) -> list[Hosted]:
         """Send what is chosen; on an error it stays chosen, and goes out again as it is."""
@@ -142,6 +161,7 @@ class Publisher:
 
     def _settle(self, sent: Sequence[tuple[Hosted, Commit]], results: list[str]) -> list[Hosted]:
         lost, over = [], []
+        replies = errors = 0
         for (hosted, commit), result in zip(sent, results, strict=True):
             if self.host.hosted.get(hosted.session) is not hosted:
                 continue
@@ -156,8 +176,8 @@ class Publisher:
             if commit.answers:
                 del hosted.answers[: len(commit.answers)]
                 hosted.base = commit.answers[-1].id
-                self.metrics.replies.inc(len(commit.answers))
-                self.metrics.errors.inc(sum(a.fields[:1] == ("error",) for a in commit.answers))
+                replies += len(commit.answers)
+                errors += sum(answer.is_error for answer in commit.answers)
             if commit.action:
                 over.append(hosted)
             elif commit.checkpoint:
@@ -171,6 +191,8 @@ class Publisher:
             if result == "full":
                 hosted.paused = True
                 self._full[hosted.session] = hosted
+        self.metrics.replies.inc(replies)
+        self.metrics.errors.inc(errors)
         self.host.drop(over)
         for since, _ in self._dirty.values():
             self.metrics.oldest.set(time.monotonic() - since)

@@ -22,14 +22,27 @@ from slotstream_worker.worker import Worker
 log = logging.getLogger(__name__)
 
 # Conditions of Redis that pass by themselves: nothing is lost by waiting.
-_PASSING = ("LOADING", "READONLY", "OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "BUSY",
-            "CLUSTERDOWN", "TRYAGAIN")
+_PASSING = (
+    "LOADING",
+    "READONLY",
+    "OOM",
+    "MISCONF",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "BUSY",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
-def serve(worker: Worker, stop: threading.Event, *,
-          ready: Callable[[], None] = lambda: None,
-          progress: Callable[[int], None] = lambda count: None) -> None:
+def serve(
+    worker: Worker,
+    stop: threading.Event,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda _count: None,
+) -> None:
     """Run a worker until `stop` is set, then drain it. Outages of Redis are waited out."""
     outage = _Outage(stop)
     while not outage.passed(lambda: worker.prepare(progress)):
@@ -40,10 +53,7 @@ def serve(worker: Worker, stop: threading.Event, *,
     ready()
     broken = False
     while not stop.is_set():
-        if broken:
-            broken = not outage.passed(worker.connect)
-        else:
-            broken = not outage.passed(worker.turn)
+        broken = not outage.passed(worker.connect if broken else worker.turn)
     drained = _Outage(threading.Event(), give_up_s=worker.config.lease_s)
     while not drained.passed(worker.connect if broken else worker.drain):
         broken = True
@@ -63,9 +73,12 @@ class _Outage:
         try:
             act()
         except (redis.ConnectionError, redis.TimeoutError, ResponseError, OSError) as error:
-            if isinstance(error, ResponseError) and not isinstance(error, redis.ConnectionError) \
-                    and not str(error).startswith(_PASSING) \
-                    and not isinstance(error, _PASSING_TYPES):
+            if (
+                isinstance(error, ResponseError)
+                and not isinstance(error, redis.ConnectionError)
+                and not str(error).startswith(_PASSING)
+                and not isinstance(error, _PASSING_TYPES)
+            ):
                 raise
             if not self._since:
                 self._since = time.monotonic()

@@ -51,7 +51,7 @@ class Worker:
         self._swept_at = 0.0
         self._judged_at = 0.0
 
-    def prepare(self, progress: Callable[[int], None] = lambda count: None) -> None:
+    def prepare(self, progress: Callable[[int], None] = lambda _count: None) -> None:
         """Connect, agree on the row counts, compile; nothing is owned before it is done.
 
         Raises:
@@ -114,8 +114,12 @@ class Worker:
         sessions = list(self.host.hosted)
         for session, fence in zip(sessions, table.fences(sessions), strict=True):
             hosted = self.host.hosted[session]
-            if fence is None or fence[1] != self.config.worker or fence[2] != hosted.epoch \
-                    or not self.publisher.built_on(hosted, fence[3]):
+            if (
+                fence is None
+                or fence[1] != self.config.worker
+                or fence[2] != hosted.epoch
+                or not self.publisher.built_on(hosted, fence[3])
+            ):
                 self._dropped([hosted], None if fence is None else fence[1])
             elif fence[0] == "closing" and not hosted.mark:
                 self.host.finish(hosted, "end", "close")
@@ -147,16 +151,20 @@ class Worker:
         now = time.monotonic()
         if now - self._swept_at > self.config.sweep_s:
             self.sweep()
-        if now - self._judged_at > self.config.lease_s / 4 \
-                and now - self._connected_at > self.config.lease_s:
+        if (
+            now - self._judged_at > self.config.lease_s / 4
+            and now - self._connected_at > self.config.lease_s
+        ):
             self._judged_at = now
             self._take_from_the_dead()
         self._read()
 
     def _backlog(self) -> bool:
         hosted = self.host.hosted
-        return any(s in hosted and not hosted[s].queue for s in self.partition.inbox.changed) \
+        return (
+            any(s in hosted and not hosted[s].queue for s in self.partition.inbox.changed)
             or self.host.has_work
+        )
 
     def _sleep_s(self) -> float:
         return min(_LONGEST_SLEEP_S, self.publisher.next_due_s())
@@ -178,11 +186,16 @@ class Worker:
             return
         for row in rows:
             if row.weights and row.weights != self.model.weights:
-                log.warning("session %s ran with weights %s so far, and goes on with %s",
-                            row.session, row.weights, self.model.weights)
+                log.warning(
+                    "session %s ran with weights %s so far, and goes on with %s",
+                    row.session,
+                    row.weights,
+                    self.model.weights,
+                )
         adopted = self.host.adopt(rows)
-        raws = self.partition.inbox.between({row.session: (row.cursor, row.done) for row in rows
-                                             if row.cursor < row.done})
+        raws = self.partition.inbox.between(
+            {row.session: (row.cursor, row.done) for row in rows if row.cursor < row.done}
+        )
         for hosted, row in zip(adopted, rows, strict=True):
             self.host.replay(hosted, row, raws.get(row.session, ()))
             self.metrics.replayed.inc(len(hosted.queue))
@@ -194,8 +207,11 @@ class Worker:
         """Read the streams that changed, of the sessions whose own queue has run out."""
         inbox, hosted = self.partition.inbox, self.host.hosted
         inbox.changed.intersection_update(hosted)
-        ask = {s: hosted[s].read_to for s in inbox.changed
-               if not hosted[s].queue and not hosted[s].held and hosted[s].action != "end"}
+        ask = {
+            s: hosted[s].read_to
+            for s in inbox.changed
+            if not hosted[s].queue and not hosted[s].held and hosted[s].action != "end"
+        }
         if ask:
             for session, raws in inbox.read(ask, self.config.read_ahead).items():
                 self.host.feed(session, raws)
@@ -212,8 +228,10 @@ class Worker:
             fences = self.partition.table.fences([h.session for h in lost])
             for owner in {fence[1] for fence in fences if fence}:
                 if owner != self.config.worker and owner.rpartition(".")[0] == self.config.name:
-                    raise Displaced(f"{owner}, a newer process of the name {self.config.name}, has "
-                                    "taken this one's sessions; this one stops")
+                    raise Displaced(
+                        f"{owner}, a newer process of the name {self.config.name}, has "
+                        "taken this one's sessions; this one stops"
+                    )
         self._swept_at = 0.0  # what is still this worker's own is claimed anew at once
 
     def _take_older_selves(self) -> None:
@@ -234,5 +252,11 @@ class Worker:
         sessions = table.owned(worker)
         taken = table.take(sessions, worker, why, self.host.room)
         self._adopt(taken.rows)
-        log.info("took %d sessions of %s (%s); %d put back, %d closed", len(taken.rows), worker,
-                 why, taken.put_back, taken.closed)
+        log.info(
+            "took %d sessions of %s (%s); %d put back, %d closed",
+            len(taken.rows),
+            worker,
+            why,
+            taken.put_back,
+            taken.closed,
+        )

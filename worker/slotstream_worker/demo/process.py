@@ -17,10 +17,24 @@ class WorkerProcess:
     def __init__(self, url: str, app: str, slots: int, folder: Path) -> None:
         self.log = folder / "worker.log"
         self._command = [
-            sys.executable, "-m", "slotstream.cli", "worker", "--redis", url, "--app", app,
-            "--model", "slotstream_worker.demo.serving:model", "--slots", str(slots),
-            "--name", "demo", "--checkpoint-interval", "1",
-            "--compile-cache", str(folder / "compiled"),
+            sys.executable,
+            "-m",
+            "slotstream.cli",
+            "worker",
+            "--redis",
+            url,
+            "--app",
+            app,
+            "--model",
+            "slotstream_worker.demo.serving:model",
+            "--slots",
+            str(slots),
+            "--name",
+            "demo",
+            "--checkpoint-interval",
+            "1",
+            "--compile-cache",
+            str(folder / "compiled"),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
@@ -31,15 +45,22 @@ class WorkerProcess:
         # Settings of the caller's own workers are not the demo's.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLOTSTREAM_")}
         with self.log.open("a") as out:
-            self._process = subprocess.Popen(self._command, stdout=out, stderr=out,  # noqa: S603
-                                             env=environment)
+            self._process = subprocess.Popen(  # noqa: S603 (our own command)
+                self._command,
+                stdout=out,
+                stderr=out,
+                env=environment,
+            )
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait until it serves; raises `Unavailable` with its log where it does not."""
         deadline = time.monotonic() + timeout_s
         while self.log.read_text().count("serving, in launches") < self._starts:
-            if self._process is None or self._process.poll() is not None \
-                    or time.monotonic() > deadline:
+            if (
+                self._process is None
+                or self._process.poll() is not None
+                or time.monotonic() > deadline
+            ):
                 raise Unavailable("the worker did not start:\n" + self.log.read_text()[-3000:])
             time.sleep(0.05)
 

@@ -45,8 +45,11 @@ class Watch:
     def back(self) -> bool:
         """Whether the reply just noted is the first that the new worker sent."""
         # Replies published before the kill may still arrive just after it.
-        if self.killed_at is None or self.back_at is not None \
-                or self.times[-1] - self.killed_at < _IN_TRANSIT_S:
+        if (
+            self.killed_at is None
+            or self.back_at is not None
+            or self.times[-1] - self.killed_at < _IN_TRANSIT_S
+        ):
             return False
         self.back_at = self.times[-1]
         return True
@@ -61,8 +64,11 @@ class Watch:
     def calm_ms(self) -> list[float]:
         """Latencies of the frames that were not on their way while the worker was down."""
         killed, back = self.killed_at, self.back_at
-        return [1e3 * latency for at, latency in zip(self.times, self.latencies, strict=True)
-                if killed is None or back is None or at < killed or at - latency > back]
+        return [
+            1e3 * latency
+            for at, latency in zip(self.times, self.latencies, strict=True)
+            if killed is None or back is None or at < killed or at - latency > back
+        ]
 
     def killed(self) -> None:
         """Note that the worker has just been killed."""
@@ -90,8 +96,11 @@ def run_demo(png: Path, *, rate_hz: float, crash: bool, server: str | None) -> i
         with console.status("starting a worker: loading, measuring launches, compiling"):
             worker.start()
             worker.wait_ready()
-        _say(console, f"a worker serves the network; {len(utterances)} recordings of speech "
-                      f"stream at {rate_hz:g} frames a second each")
+        _say(
+            console,
+            f"a worker serves the network; {len(utterances)} recordings of speech "
+            f"stream at {rate_hz:g} frames a second each",
+        )
         with Client(redis.url, APP) as client:
             run = _stream(console, client, utterances, rate_hz, worker if crash else None)
         _say(console, f"the worker was asked to drain, and left with status {worker.stop()}")
@@ -105,8 +114,11 @@ def run_against(url: str, app: str, png: Path, *, rate_hz: float) -> int:
     # Ids of this run's own: others may stream the same recordings.
     nonce = secrets.token_hex(3)
     utterances = {f"{nonce}-{name}": one for name, one in utterances.items()}
-    _say(console, f"{len(utterances)} recordings of speech stream to app {app} at {rate_hz:g} "
-                  "frames a second each")
+    _say(
+        console,
+        f"{len(utterances)} recordings of speech stream to app {app} at {rate_hz:g} "
+        "frames a second each",
+    )
     with Client(url, app) as client:
         run = _stream(console, client, utterances, rate_hz, None)
     return _finish(console, png, utterances, run)
@@ -125,12 +137,22 @@ def _utterances() -> dict[str, Utterance]:
     return {f"utterance-{k:03}": one for k, one in enumerate(load("test"))}
 
 
-def _stream(console: Console, client: Client, utterances: dict[str, Utterance], rate_hz: float,
-            victim: WorkerProcess | None) -> _Run:
+def _stream(
+    console: Console,
+    client: Client,
+    utterances: dict[str, Utterance],
+    rate_hz: float,
+    victim: WorkerProcess | None,
+) -> _Run:
     """Stream all recordings as concurrent sessions; kill and restart `victim` half-way."""
     watch = Watch(sum(len(one.steps) for one in utterances.values()))
-    with Progress(TextColumn("{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn(),
-                  TimeElapsedColumn(), console=console) as bar:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=40),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as bar:
         task = bar.add_task("replies", total=watch.total)
 
         def seen(session: str, reply: Reply) -> None:
@@ -140,8 +162,11 @@ def _stream(console: Console, client: Client, utterances: dict[str, Utterance], 
                 pid = victim.kill()
                 watch.killed()
                 victim.start()
-                _say(bar.console, f"  [bold red]worker {pid} killed with SIGKILL[/] after "
-                                  f"{len(watch.times)} replies, and started again")
+                _say(
+                    bar.console,
+                    f"  [bold red]worker {pid} killed with SIGKILL[/] after "
+                    f"{len(watch.times)} replies, and started again",
+                )
             elif watch.back():
                 _say(bar.console, f"  the sessions went on {watch.outage_s:.1f} s after the kill")
 

@@ -39,6 +39,9 @@ class Cover:
     def _extend(self, rows: int) -> None:
         # Dynamic programming over the number of rows: each is one launch and what is left.
         for n in range(len(self._best), rows + 1):
-            self._best.append(min(
-                (self._best[max(n - count, 0)][0] + ms + _LAUNCH_MS, count)
-                for count, ms in self.cost_ms.items()))
+            self._best.append(
+                min(
+                    (self._best[max(n - count, 0)][0] + ms + _LAUNCH_MS, count)
+                    for count, ms in self.cost_ms.items()
+                )
+            )

@@ -1,11 +1,11 @@
 """One model, its pool and its launches: a round in, outputs out. No Redis in here.
 
-    engine = Engine(model, slots=1024)
-    engine.prepare()                               # measure, choose the row counts, compile
-    engine.pool.admit(sessions)
-    flight = engine.begin(sessions, frames)        # returns while the device computes
-    for plan, outputs in engine.finish(flight):    # waits, and only then changes the rows
-        ...
+engine = Engine(model, slots=1024)
+engine.prepare()                               # measure, choose the row counts, compile
+engine.pool.admit(sessions)
+flight = engine.begin(sessions, frames)        # returns while the device computes
+for ran in engine.finish(flight):              # waits, and only then changes the rows
+    ...
 """
 
 from __future__ import annotations
@@ -19,11 +19,24 @@ import numpy as np
 from slotstream_worker.engine.cover import Cover
 from slotstream_worker.engine.launch import Launched, Launcher
 from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.engine.pool import Plan, Pool, Session
+from slotstream_worker.engine.pool import Pool, Session
 from slotstream_worker.engine.probe import Probe, candidates, probe
 
-Ran = tuple[Plan, dict[str, np.ndarray[Any, Any]]]
-"""A launch's plan, and its outputs `[num_rows, frame, ...]` by name, in the plan's order."""
+
+@dataclass(frozen=True)
+class Ran:
+    """A launch that ran: its sessions, and their outputs `[sessions, frame, ...]` by name."""
+
+    sessions: tuple[Session, ...]
+    outputs: dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A session whose frame raised when it ran alone; its row is as it was."""
+
+    session: Session
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,12 @@ class Engine:
         self.probed: Probe | None = None
         self._cover: Cover | None = None
 
-    def prepare(self, row_counts: Sequence[int] | None = None, *,
-                progress: Callable[[int], None] = lambda count: None) -> Probe:
+    def prepare(
+        self,
+        row_counts: Sequence[int] | None = None,
+        *,
+        progress: Callable[[int], None] = lambda _count: None,
+    ) -> Probe:
         """Choose the row counts and compile them, before any traffic.
 
         Args:
@@ -65,8 +82,13 @@ class Engine:
         """The row counts in use; none before `prepare`."""
         return self.probed.row_counts if self.probed else ()
 
-    def begin(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], *,
-              from_rest: Collection[Session] = ()) -> Flight:
+    def begin(
+        self,
+        sessions: Sequence[Session],
+        frames: np.ndarray[Any, Any],
+        *,
+        from_rest: Collection[Session] = (),
+    ) -> Flight:
         """Launch one frame of each session; every row stays as it is until `finish`.
 
         Args:
@@ -76,8 +98,7 @@ class Engine:
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
-        begins = [k for k, s in enumerate(sessions)
-                  if s in from_rest or not self.pool.has_state(s)]
+        begins = [k for k, s in enumerate(sessions) if s in from_rest or not self.pool.has_state(s)]
         beginning = set(begins)
         continues = [k for k in range(len(sessions)) if k not in beginning]
         launches = []
@@ -96,17 +117,27 @@ class Engine:
 
         Raises what a launch raised; then no row has changed, whichever launch it was.
         """
-        ran = [(launched.plan, launched.wait()) for launched in flight.launches]
+        ran = [Ran(launched.plan.sessions, launched.wait()) for launched in flight.launches]
         self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
         return ran
 
-    def run(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], *,
-            from_rest: Collection[Session] = ()) -> list[Ran]:
+    def run(
+        self,
+        sessions: Sequence[Session],
+        frames: np.ndarray[Any, Any],
+        *,
+        from_rest: Collection[Session] = (),
+    ) -> list[Ran]:
         """`begin` and `finish` in one."""
         return self.finish(self.begin(sessions, frames, from_rest=from_rest))
 
-    def isolate(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], *,
-                from_rest: Collection[Session] = ()) -> Iterable[Ran | tuple[Session, Exception]]:
+    def isolate(
+        self,
+        sessions: Sequence[Session],
+        frames: np.ndarray[Any, Any],
+        *,
+        from_rest: Collection[Session] = (),
+    ) -> Iterable[Ran | Failed]:
         """Run a round that failed once more, halved until each failure stands alone.
 
         Yields the launches that succeeded, and each session whose own frame raises twice.
@@ -115,7 +146,7 @@ class Engine:
             yield from self.run(sessions, frames, from_rest=from_rest)
         except Exception as error:
             if len(sessions) == 1:
-                yield (sessions[0], error)
+                yield Failed(sessions[0], error)
                 return
             half = len(sessions) // 2
             for part in (slice(0, half), slice(half, None)):

@@ -50,8 +50,9 @@ class Launcher:
             outputs, state = model.apply(variables, None, jnp.moveaxis(frames, 0, 1))
             return _rows_first(outputs), spec.from_model(state)
 
-        def advance(variables: Any, arrays: Rows, indices: jax.Array,
-                    frames: jax.Array) -> tuple[Outputs, Rows]:
+        def advance(
+            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
+        ) -> tuple[Outputs, Rows]:
             state = spec.to_model([gather_rows(array, indices) for array in arrays])
             outputs, state = model.apply(variables, state, jnp.moveaxis(frames, 0, 1))
             return _rows_first(outputs), spec.from_model(state)
@@ -67,8 +68,9 @@ class Launcher:
             frames: `[rows, frame, *sample_shape]`.
         """
         if plan.has_state[0]:
-            outputs, rows = self._advance(self.model.variables, pool.arrays, plan.slot_indices,
-                                          frames)
+            outputs, rows = self._advance(
+                self.model.variables, pool.arrays, plan.slot_indices, frames
+            )
         else:
             outputs, rows = self._begin(self.model.variables, frames)
         return Launched(plan, outputs, rows)

@@ -73,8 +73,9 @@ def named(outputs: Any) -> dict[str, Any]:
     return {"output": outputs}
 
 
-def random_frames(rng: np.random.Generator, shape: tuple[int, ...],
-                  dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def random_frames(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
     """Frames that exercise a model: normal values, small integers, fair coins, by `dtype`."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
@@ -85,8 +86,15 @@ def random_frames(rng: np.random.Generator, shape: tuple[int, ...],
     return rng.normal(size=shape).astype(dtype)
 
 
-def build(name: str, apply: Apply, variables: Tree, *, frame: int, sample_shape: tuple[int, ...],
-          dtype: Any) -> StreamModel:
+def build(
+    name: str,
+    apply: Apply,
+    variables: Tree,
+    *,
+    frame: int,
+    sample_shape: tuple[int, ...],
+    dtype: Any,
+) -> StreamModel:
     """Check that a model streams and say what it takes and gives.
 
     The model is run on abstract inputs at two batch sizes, which finds the batch axis of every
@@ -101,35 +109,55 @@ def build(name: str, apply: Apply, variables: Tree, *, frame: int, sample_shape:
     if frame < 1:
         raise CannotStream(f"a frame is at least one time step, got frame={frame}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise CannotStream(f"{name} takes frames of {dtype}, which JAX computes in "
-                           f"{jax.dtypes.canonicalize_dtype(dtype)} unless jax_enable_x64 is set; "
-                           "set it, or choose another dtype")
+        raise CannotStream(
+            f"{name} takes frames of {dtype}, which JAX computes in "
+            f"{jax.dtypes.canonicalize_dtype(dtype)} unless jax_enable_x64 is set; "
+            "set it, or choose another dtype"
+        )
     variables = jax.tree.map(jnp.asarray, variables)
     (outputs, state), (_, wider) = (
         _abstract(name, apply, variables, None, (frame, batch, *sample_shape), dtype)
-        for batch in (2, 3))
+        for batch in (2, 3)
+    )
     described = _outputs(name, outputs, frame)
     spec = _spec(name, state, wider)
     _, again = _abstract(name, apply, variables, state, (frame, 2, *sample_shape), dtype)
     _same_state(name, state, again)
-    model = StreamModel(name, apply, variables, frame, sample_shape, dtype, described,
-                        not isinstance(outputs, Mapping), spec)
+    model = StreamModel(
+        name,
+        apply,
+        variables,
+        frame,
+        sample_shape,
+        dtype,
+        described,
+        not isinstance(outputs, Mapping),
+        spec,
+    )
     from slotstream_worker.engine.streams import check_streams
 
     check_streams(model)
     return model
 
 
-def _abstract(name: str, apply: Apply, variables: Tree, state: Tree | None,
-              shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Tree]:
+def _abstract(
+    name: str,
+    apply: Apply,
+    variables: Tree,
+    state: Tree | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> tuple[Any, Tree]:
     frames = jax.ShapeDtypeStruct(shape, dtype)
     what = "from rest" if state is None else "from the state of the frame before"
     try:
         return jax.eval_shape(apply, variables, state, frames)
     except Exception as error:
-        raise CannotStream(f"{name} cannot be served: one frame {list(shape)} "
-                           f"([frame, batch, *sample_shape]) {what} raised "
-                           f"{type(error).__name__}: {error}") from error
+        raise CannotStream(
+            f"{name} cannot be served: one frame {list(shape)} "
+            f"([frame, batch, *sample_shape]) {what} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _outputs(name: str, outputs: Any, frame: int) -> tuple[Output, ...]:
@@ -138,12 +166,15 @@ def _outputs(name: str, outputs: Any, frame: int) -> tuple[Output, ...]:
         raise CannotStream(f"{name} cannot be served: it returns no outputs")
     for key, leaf in named(outputs).items():
         if not hasattr(leaf, "shape"):
-            raise CannotStream(f"{name} cannot be served: outputs are one array or a mapping of "
-                               f"names to arrays, and {key!r} is a {type(leaf).__name__}")
+            raise CannotStream(
+                f"{name} cannot be served: outputs are one array or a mapping of "
+                f"names to arrays, and {key!r} is a {type(leaf).__name__}"
+            )
         if leaf.shape[:2] != (frame, 2):
             raise CannotStream(
                 f"{name} cannot be served: a served model returns time-major outputs [frame, "
-                f"batch, ...], here [{frame}, 2, ...], and {key!r} is {list(leaf.shape)}")
+                f"batch, ...], here [{frame}, 2, ...], and {key!r} is {list(leaf.shape)}"
+            )
         described.append(Output(key, (frame, *leaf.shape[2:]), np.dtype(leaf.dtype)))
     return tuple(described)
 
@@ -155,13 +186,15 @@ def _spec(name: str, state: Tree, wider: Tree) -> StateSpec:
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     for (path, small), large in zip(flat, grown, strict=True):
         text = jax.tree_util.keystr(path)
-        axes = [axis for axis, (a, b) in enumerate(zip(small.shape, large.shape, strict=True))
-                if a != b]
+        axes = [
+            axis for axis, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
+        ]
         if len(axes) != 1:
             raise CannotStream(
                 f"{name} cannot be served: its state leaf {text} of shape {list(small.shape)} at "
                 "batch 2 has no single batch axis, so sessions cannot hold rows of it; give it "
-                "one axis of the batch's size")
+                "one axis of the batch's size"
+            )
         (axis,) = axes
         shape = small.shape[:axis] + small.shape[axis + 1 :]
         leaves.append(Leaf(text, shape, np.dtype(small.dtype), axis))
@@ -170,14 +203,19 @@ def _spec(name: str, state: Tree, wider: Tree) -> StateSpec:
 
 def _same_state(name: str, first: Tree, later: Tree) -> None:
     """A state that changes its structure from one frame to the next cannot be a row."""
-    before, after = jax.tree.structure(first), jax.tree.structure(later)
+    before: Any = jax.tree.structure(first)
+    after: Any = jax.tree.structure(later)
     if before != after:
-        raise CannotStream(f"{name} cannot be served: its state is {before} after the first frame "
-                           f"and {after} after the second")
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(later),
-                            strict=True):
+        raise CannotStream(
+            f"{name} cannot be served: its state is {before} after the first frame "
+            f"and {after} after the second"
+        )
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(later), strict=True
+    ):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise CannotStream(
                 f"{name} cannot be served: its state leaf {jax.tree_util.keystr(path)} is "
                 f"{a.dtype}{list(a.shape)} after the first frame and {b.dtype}{list(b.shape)} "
-                "after the second; keep its dtype and shape")
+                "after the second; keep its dtype and shape"
+            )

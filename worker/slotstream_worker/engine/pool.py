@@ -121,8 +121,10 @@ class Pool:
         for leaf, array in zip(self.spec.leaves, self.arrays, strict=True):
             if leaf.path == path:
                 return array
-        raise KeyError(f"no state leaf {path!r}; there are "
-                       f"{', '.join(leaf.path for leaf in self.spec.leaves) or 'none'}")
+        raise KeyError(
+            f"no state leaf {path!r}; there are "
+            f"{', '.join(leaf.path for leaf in self.spec.leaves) or 'none'}"
+        )
 
     def __contains__(self, session: Session) -> bool:
         return session in self._held
@@ -181,8 +183,9 @@ class Pool:
 
     # Rounds
 
-    def plan(self, sessions: Sequence[Session], rows: int | None = None, *,
-             ahead: Iterable[Plan] = ()) -> Plan:
+    def plan(
+        self, sessions: Sequence[Session], rows: int | None = None, *, ahead: Iterable[Plan] = ()
+    ) -> Plan:
         """Address one launch of `rows` rows (by default as many as sessions).
 
         With `ahead`, plans in flight, the addressing is that of the round after them; it is
@@ -190,15 +193,19 @@ class Pool:
         """
         rows = len(sessions) if rows is None else rows
         if len(set(sessions)) != len(sessions) or len(sessions) > rows:
-            raise ValueError(f"a launch of {rows} rows takes at most so many sessions, each once; "
-                             f"got {len(sessions)}")
+            raise ValueError(
+                f"a launch of {rows} rows takes at most so many sessions, each once; "
+                f"got {len(sessions)}"
+            )
         indices = np.full(rows, self.sink, np.int32)
         has_state = np.zeros(rows, bool)
         coming = {session for plan in ahead for session in plan.sessions}
         held = [self._held[session] for session in sessions]
         indices[: len(held)] = [slot.index for slot in held]
-        has_state[: len(held)] = [slot.has_state or session in coming
-                                  for session, slot in zip(sessions, held, strict=True)]
+        has_state[: len(held)] = [
+            slot.has_state or session in coming
+            for session, slot in zip(sessions, held, strict=True)
+        ]
         return Plan(tuple(sessions), indices, has_state, tuple(s.generation for s in held))
 
     def check(self, plan: Plan) -> None:
@@ -206,8 +213,10 @@ class Pool:
         for k, session in enumerate(plan.sessions):
             slot = self._held.get(session)
             if slot is None or slot.generation != plan.generations[k]:
-                raise StalePlan(f"session {session!r} was released, reset, forked onto or written "
-                                "after the plan was made; plan again")
+                raise StalePlan(
+                    f"session {session!r} was released, reset, forked onto or written "
+                    "after the plan was made; plan again"
+                )
 
     def commit(self, results: Iterable[tuple[Plan, Rows]]) -> None:
         """Write each plan's new rows (`[rows, ...]` a leaf); the rows now hold state.
@@ -248,7 +257,7 @@ class Pool:
             packed += [raw if real else b"" for raw, real in zip(raws, has_state, strict=True)]
         return packed
 
-    def write(self, rows: Mapping[Session, bytes]) -> None:
+    def write(self, rows: Mapping[Any, bytes]) -> None:
         """Set rows from bytes; no bytes puts a session at rest. The sessions hold slots.
 
         Raises:
@@ -312,20 +321,26 @@ def _gather(arrays: Rows, indices: jax.Array) -> Rows:
 
 @partial(jax.jit, donate_argnums=0)
 def _scatter(arrays: Rows, indices: jax.Array, rows: Rows) -> Rows:
-    return [array.at[indices].set(new, mode="promise_in_bounds")
-            for array, new in zip(arrays, rows, strict=True)]
+    return [
+        array.at[indices].set(new, mode="promise_in_bounds")
+        for array, new in zip(arrays, rows, strict=True)
+    ]
 
 
 @partial(jax.jit, donate_argnums=0)
 def _zeroed(arrays: Rows, indices: jax.Array) -> Rows:
-    return [array.at[indices].set(jnp.zeros((), array.dtype), mode="promise_in_bounds")
-            for array in arrays]
+    return [
+        array.at[indices].set(jnp.zeros((), array.dtype), mode="promise_in_bounds")
+        for array in arrays
+    ]
 
 
 @partial(jax.jit, donate_argnums=0)
 def _copy(arrays: Rows, source: jax.Array, target: jax.Array) -> Rows:
-    return [array.at[target].set(gather_rows(array, source), mode="promise_in_bounds")
-            for array in arrays]
+    return [
+        array.at[target].set(gather_rows(array, source), mode="promise_in_bounds")
+        for array in arrays
+    ]
 
 
 def gather_rows(array: jax.Array, indices: jax.Array) -> jax.Array:

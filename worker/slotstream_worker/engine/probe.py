@@ -63,8 +63,10 @@ class Probe:
     def groups(self) -> list[tuple[int, ...]]:
         """Row counts that agree bit for bit, the fit ones only."""
         digests = dict.fromkeys(m.digest for m in self.measured if m.steady)
-        return [tuple(m.count for m in self.measured if m.steady and m.digest == digest)
-                for digest in digests]
+        return [
+            tuple(m.count for m in self.measured if m.steady and m.digest == digest)
+            for digest in digests
+        ]
 
 
 def candidates(slots: int, *, top: int = TOP) -> list[int]:
@@ -76,8 +78,13 @@ def candidates(slots: int, *, top: int = TOP) -> list[int]:
     return sorted({*counts, largest})
 
 
-def probe(launcher: Launcher, pool: Pool, counts: Iterable[int], *,
-          progress: Callable[[int], None] = lambda count: None) -> Probe:
+def probe(
+    launcher: Launcher,
+    pool: Pool,
+    counts: Iterable[int],
+    *,
+    progress: Callable[[int], None] = lambda _count: None,
+) -> Probe:
     """Measure each row count and choose the group that agrees bitwise and costs least.
 
     Args:
@@ -100,7 +107,8 @@ def probe(launcher: Launcher, pool: Pool, counts: Iterable[int], *,
         raise CannotStream(
             f"{launcher.model.name} cannot be served: a session's outputs depend on the other "
             "sessions in the batch. A model that normalises or mixes over the batch axis cannot "
-            "be served; use its running statistics (train=False) instead")
+            "be served; use its running statistics (train=False) instead"
+        )
     chosen = min(found.groups, key=lambda group: _burden(found, group, pool.slots))
     digest = next(m.digest for m in measured if m.count in chosen)
     return Probe(chosen, digest, tuple(measured))
@@ -127,8 +135,9 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
     """
     model = launcher.model
     # The followed sessions' frames are the same for every count, every seed and every worker.
-    streams = random_frames(np.random.default_rng(20_240_607),
-                            (FRAMES, ROWS, *model.frame_shape), model.dtype)
+    streams = random_frames(
+        np.random.default_rng(20_240_607), (FRAMES, ROWS, *model.frame_shape), model.dtype
+    )
     rng = np.random.default_rng(seed)
     order = [int(k) for k in rng.permutation(ROWS)]
     together = min(count, pool.slots)
@@ -148,14 +157,14 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
             # A plan of the probe's own: it seats rows where a pool would not.
             indices = np.full(count, pool.sink, np.int32)
             indices[seat] = [pool.sessions[k] for k in group]
-            plan = Plan(tuple(range(count)), indices,
-                        np.full(count, pool.has_state(group[0])), ())
+            plan = Plan(tuple(range(count)), indices, np.full(count, pool.has_state(group[0])), ())
             ran = launcher.launch(pool, plan, block)
             outputs = ran.wait()
             after = model.spec.pack([np.asarray(array)[seat] for array in ran.rows], len(group))
             for k, place, state in zip(group, seat, after, strict=True):
-                results[k] += [np.ascontiguousarray(array[place]).tobytes()
-                               for array in outputs.values()]
+                results[k] += [
+                    np.ascontiguousarray(array[place]).tobytes() for array in outputs.values()
+                ]
                 states[k] = state
             pool.release(group)
     return [b"".join([*parts, state]) for parts, state in zip(results, states, strict=True)]
@@ -172,8 +181,9 @@ def _time(launcher: Launcher, pool: Pool, count: int) -> float:
     """Median milliseconds of a launch of rows that continue, the commit included."""
     sessions = range(min(count, pool.slots))
     pool.admit(sessions)
-    frames = random_frames(np.random.default_rng(0), (count, *launcher.model.frame_shape),
-                           launcher.model.dtype)
+    frames = random_frames(
+        np.random.default_rng(0), (count, *launcher.model.frame_shape), launcher.model.dtype
+    )
     times = []
     for repeat in range(_REPEATS + 2):
         plan = pool.plan(sessions, rows=count)

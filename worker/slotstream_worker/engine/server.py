@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine.engine import Engine
-from slotstream_worker.engine.model import StreamModel, Tree
+from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.models.linen import linen
+from slotstream_worker.engine.state import Tree
 
 Waiting = tuple[np.ndarray[Any, Any], "Future[Any]"]
 
@@ -55,22 +56,44 @@ class StreamServer:
         CannotStream: (a `ValueError`) the model cannot be served, with the reason.
     """
 
-    def __init__(self, model: Any, variables: Mapping[str, Any] | None = None, *, slots: int,
-                 frame: int | None = None, sample_shape: tuple[int, ...] | None = None,
-                 dtype: Any = None, call: Mapping[str, Any] | None = None,
-                 row_counts: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        slots: int,
+        frame: int | None = None,
+        sample_shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        call: Mapping[str, Any] | None = None,
+        row_counts: tuple[int, ...] | None = None,
+    ) -> None:
         if isinstance(model, StreamModel):
-            given = [name for name, value in (("variables", variables), ("frame", frame),
-                                              ("sample_shape", sample_shape), ("dtype", dtype),
-                                              ("call", call)) if value is not None]
+            given = [
+                name
+                for name, value in (
+                    ("variables", variables),
+                    ("frame", frame),
+                    ("sample_shape", sample_shape),
+                    ("dtype", dtype),
+                    ("call", call),
+                )
+                if value is not None
+            ]
             if given:
                 raise TypeError(f"a StreamModel brings its own {', '.join(given)}")
             self.model = model
         else:
             if variables is None or frame is None or sample_shape is None:
                 raise TypeError("a linen module is served with variables, frame and sample_shape")
-            self.model = linen(model, variables, frame=frame, sample_shape=sample_shape,
-                               dtype="float32" if dtype is None else dtype, call=call)
+            self.model = linen(
+                model,
+                variables,
+                frame=frame,
+                sample_shape=sample_shape,
+                dtype="float32" if dtype is None else dtype,
+                call=call,
+            )
         self.slots, self.frame = slots, self.model.frame
         self.engine = Engine(self.model, slots)
         self.engine.prepare(row_counts)
@@ -130,8 +153,10 @@ class StreamServer:
         if array.shape != self.model.frame_shape:
             raise ValueError(f"a frame is {self.model.frame_shape}, got {array.shape}")
         if not np.can_cast(array.dtype, self.model.dtype, "same_kind"):
-            raise ValueError(f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
-                             "to it without loss of kind")
+            raise ValueError(
+                f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
+                "to it without loss of kind"
+            )
         future: Future[Any] = Future()
         # A copy: the caller may use its buffer for the next frame before this one runs.
         self.pending[session].append((np.array(array, self.model.dtype), future))
@@ -139,8 +164,11 @@ class StreamServer:
 
     def step(self) -> int:
         """Run the oldest waiting frame of every session that has one; returns how many ran."""
-        taken = {session: frame for session in self.pending
-                 if (frame := self._claim(session)) is not None}
+        taken = {
+            session: frame
+            for session in self.pending
+            if (frame := self._claim(session)) is not None
+        }
         if not taken:
             return 0
         try:
@@ -149,11 +177,11 @@ class StreamServer:
             for _, future in taken.values():
                 future.set_exception(error)
             raise
-        for plan, outputs in ran:
-            for k, session in enumerate(plan.sessions):
+        for launch in ran:
+            for k, session in enumerate(launch.sessions):
                 future = taken[session][1]  # type: ignore[index]
                 # Copies, so that a result kept does not keep its whole round alive.
-                row = {name: array[k].copy() for name, array in outputs.items()}
+                row = {name: array[k].copy() for name, array in launch.outputs.items()}
                 future.set_result(row["output"] if self.model.single else row)
         return len(taken)
 

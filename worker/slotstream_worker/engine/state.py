@@ -64,18 +64,23 @@ class StateSpec:
 
     def to_model(self, rows: Sequence[jax.Array]) -> Tree:
         """The model's own tree, each leaf's batch axis back in its place."""
-        moved = [jnp.moveaxis(array, 0, leaf.axis) for array, leaf in zip(rows, self.leaves,
-                                                                          strict=True)]
+        moved = [
+            jnp.moveaxis(array, 0, leaf.axis) for array, leaf in zip(rows, self.leaves, strict=True)
+        ]
         return jax.tree.unflatten(self.treedef, moved)
 
     def from_model(self, tree: Tree) -> list[jax.Array]:
         """Slot-major arrays of the model's tree; inverse of `to_model`."""
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
-            raise ValueError(f"the model returned a state of structure {treedef}, "
-                             f"and one of {self.treedef} was expected")
-        return [jnp.moveaxis(array, leaf.axis, 0) for array, leaf in zip(leaves, self.leaves,
-                                                                         strict=True)]
+            raise ValueError(
+                f"the model returned a state of structure {treedef}, "
+                f"and one of {self.treedef} was expected"
+            )
+        return [
+            jnp.moveaxis(array, leaf.axis, 0)
+            for array, leaf in zip(leaves, self.leaves, strict=True)
+        ]
 
     def pack(self, rows: Sequence[np.ndarray[Any, Any]], count: int) -> list[bytes]:
         """Rows as bytes: every leaf in tree order, little-endian in C order, without gaps.
@@ -86,9 +91,12 @@ class StateSpec:
         """
         if not self.leaves:
             return [b""] * count
-        flat = [np.ascontiguousarray(array).reshape(count, -1).view(np.uint8)
-                if leaf.nbytes else np.zeros((count, 0), np.uint8)
-                for array, leaf in zip(rows, self.leaves, strict=True)]
+        flat = [
+            np.ascontiguousarray(array).reshape(count, -1).view(np.uint8)
+            if leaf.nbytes
+            else np.zeros((count, 0), np.uint8)
+            for array, leaf in zip(rows, self.leaves, strict=True)
+        ]
         whole = np.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
         return [row.tobytes() for row in whole]
 
@@ -96,13 +104,17 @@ class StateSpec:
         """Arrays `[n, ...]`, one a leaf, from rows as `pack` made them; raises `ValueError`."""
         for raw in packed:
             if len(raw) != self.row_bytes:
-                raise ValueError(f"a row of this model's state takes {self.row_bytes} bytes, "
-                                 f"got {len(raw)}")
+                raise ValueError(
+                    f"a row of this model's state takes {self.row_bytes} bytes, got {len(raw)}"
+                )
         whole = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), self.row_bytes)
         arrays, start = [], 0
         for leaf in self.leaves:
             part = np.ascontiguousarray(whole[:, start : start + leaf.nbytes])
-            arrays.append(part.view(leaf.dtype).reshape(len(packed), *leaf.shape)
-                          if leaf.nbytes else np.zeros((len(packed), *leaf.shape), leaf.dtype))
+            arrays.append(
+                part.view(leaf.dtype).reshape(len(packed), *leaf.shape)
+                if leaf.nbytes
+                else np.zeros((len(packed), *leaf.shape), leaf.dtype)
+            )
             start += leaf.nbytes
         return arrays

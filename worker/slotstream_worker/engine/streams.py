@@ -43,20 +43,26 @@ def _disagreement(model: StreamModel, seed: int) -> str | None:
     try:
         whole, _ = run(model.variables, None, frames)
     except Exception as error:
-        return (f"it takes {model.frame} time steps but not {2 * model.frame} "
-                f"({type(error).__name__}: {error}), so it has no outputs over a whole stream "
-                "that its frames could equal")
+        return (
+            f"it takes {model.frame} time steps but not {2 * model.frame} "
+            f"({type(error).__name__}: {error}), so it has no outputs over a whole stream "
+            "that its frames could equal"
+        )
     begun, state = run(model.variables, None, first)
     went_on, _ = run(model.variables, state, second)
     for name, output in named(whole).items():
         if output.shape[0] != 2 * model.frame:
             return f"its output {name!r} does not grow with the time steps"
         if not _close(output[: model.frame], named(begun)[name]):
-            return (f"it mixes time steps: its output {name!r} at the first {model.frame} steps "
-                    "changes when later steps follow, so it cannot run before they have come")
+            return (
+                f"it mixes time steps: its output {name!r} at the first {model.frame} steps "
+                "changes when later steps follow, so it cannot run before they have come"
+            )
         if not _close(output[model.frame :], named(went_on)[name]):
-            return (f"its output {name!r} over two frames in a row is not that of one call over "
-                    "both: it mixes time steps, or some of what it remembers is not in its state")
+            return (
+                f"its output {name!r} over two frames in a row is not that of one call over "
+                "both: it mixes time steps, or some of what it remembers is not in its state"
+            )
     return None
 
 

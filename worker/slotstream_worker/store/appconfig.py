@@ -33,13 +33,19 @@ class AppConfig:
 
     def fields(self) -> dict[str, str]:
         """The hash's fields."""
-        outputs = {name: {"dtype": dtype, "shape": list(shape)}
-                   for name, (dtype, shape) in self.outputs.items()}
+        outputs = {
+            name: {"dtype": dtype, "shape": list(shape)}
+            for name, (dtype, shape) in self.outputs.items()
+        }
         return {
-            "protocol": str(self.protocol), "partitions": str(self.partitions),
-            "frame": str(self.frame), "sample_shape": json.dumps(list(self.sample_shape)),
-            "dtype": self.dtype, "outputs": json.dumps(outputs, sort_keys=True),
-            "row_counts": json.dumps(list(self.row_counts)), "probe": self.probe,
+            "protocol": str(self.protocol),
+            "partitions": str(self.partitions),
+            "frame": str(self.frame),
+            "sample_shape": json.dumps(list(self.sample_shape)),
+            "dtype": self.dtype,
+            "outputs": json.dumps(outputs, sort_keys=True),
+            "row_counts": json.dumps(list(self.row_counts)),
+            "probe": self.probe,
             "max_frame_bytes": str(self.max_frame_bytes),
         }
 
@@ -62,8 +68,11 @@ def row_counts(held: Mapping[str, str]) -> tuple[int, ...]:
 
 def differences(held: Mapping[str, str], config: AppConfig) -> list[str]:
     """Fields in which this worker disagrees, each as a line for a person."""
-    return [f"{name}: the app has {held.get(name, 'none')}, this worker {value}"
-            for name, value in config.fields().items() if held.get(name) != value]
+    return [
+        f"{name}: the app has {held.get(name, 'none')}, this worker {value}"
+        for name, value in config.fields().items()
+        if held.get(name) != value
+    ]
 
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:

@@ -96,20 +96,35 @@ class Inbox:
         self.changed.difference_update(s for s in sessions if len(found.get(s, ())) < count)
         return found
 
-    def _xread(self, sessions: list[str], positions: Mapping[str, EntryId],
-               count: int) -> dict[str, list[Raw]]:
-        answer = self._reader.call("XREAD", "COUNT", count, "STREAMS",
-                                   *[self.keys.inbox(s) for s in sessions],
-                                   *[str(positions[s]) for s in sessions])
-        return {key[len(self._in) :].decode(): [(EntryId.parse(i), fields) for i, fields in entries]
-                for key, entries in answer or ()}
+    def _xread(
+        self, sessions: list[str], positions: Mapping[str, EntryId], count: int
+    ) -> dict[str, list[Raw]]:
+        answer = self._reader.call(
+            "XREAD",
+            "COUNT",
+            count,
+            "STREAMS",
+            *[self.keys.inbox(s) for s in sessions],
+            *[str(positions[s]) for s in sessions],
+        )
+        return {
+            key[len(self._in) :].decode(): [(EntryId.parse(i), fields) for i, fields in entries]
+            for key, entries in answer or ()
+        }
 
     def between(self, ranges: Mapping[str, tuple[EntryId, EntryId]]) -> dict[str, list[Raw]]:
         """All entries of each session after the first id, up to and including the second."""
-        answers = self._calls([("XRANGE", self.keys.inbox(s), f"({low}", str(high))
-                               for s, (low, high) in ranges.items()], missing=[])
-        return {session: [(EntryId.parse(i), fields) for i, fields in answer]
-                for session, answer in zip(ranges, answers, strict=True)}
+        answers = self._calls(
+            [
+                ("XRANGE", self.keys.inbox(s), f"({low}", str(high))
+                for s, (low, high) in ranges.items()
+            ],
+            missing=[],
+        )
+        return {
+            session: [(EntryId.parse(i), fields) for i, fields in answer]
+            for session, answer in zip(ranges, answers, strict=True)
+        }
 
     def check(self) -> None:
         """Ask the silent connection for a sign; raises where the last one never came."""

@@ -1,4 +1,4 @@
-"""A worker's lease: a key that expires by Redis's clock, renewed while the worker makes progress."""
+"""A worker's lease: a key that expires by Redis's clock, renewed while its loop makes progress."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Lease:
     its lease runs out so that others can take its sessions.
     """
 
-    def __init__(self, pool: redis.ConnectionPool, keys: Keys, worker: str, *, lease_s: float,
-                 stall_s: float) -> None:
+    def __init__(
+        self, pool: redis.ConnectionPool, keys: Keys, worker: str, *, lease_s: float, stall_s: float
+    ) -> None:
         self.keys, self.worker, self.lease_s, self.stall_s = keys, worker, lease_s, stall_s
         self._pool = pool
         self._beat = time.monotonic()
@@ -59,14 +60,24 @@ class Lease:
     def release(self, line: Line) -> None:
         """End the lease at once; the worker owns nothing any more."""
         self.stop()
-        line.calls([("DEL", self.keys.lease(self.worker)),
-                    ("SREM", self.keys.workers, self.worker)])
+        line.calls(
+            [("DEL", self.keys.lease(self.worker)), ("SREM", self.keys.workers, self.worker)]
+        )
 
     def _renew(self, line: Line) -> None:
         # In `workers` first: whoever looks for the dead must find everyone who can own.
-        answers = line.calls([("SADD", self.keys.workers, self.worker),
-                              ("SET", self.keys.lease(self.worker), whereabouts(),
-                               "PX", int(self.lease_s * 1000))])
+        answers = line.calls(
+            [
+                ("SADD", self.keys.workers, self.worker),
+                (
+                    "SET",
+                    self.keys.lease(self.worker),
+                    whereabouts(),
+                    "PX",
+                    int(self.lease_s * 1000),
+                ),
+            ]
+        )
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -76,8 +87,10 @@ class Lease:
         failing = False
         while not self._stop.wait(self.lease_s / 4):
             if time.monotonic() - self._beat > self.stall_s:
-                log.error("the loop has made no progress for %.0f s; the lease is left to expire",
-                          self.stall_s)
+                log.error(
+                    "the loop has made no progress for %.0f s; the lease is left to expire",
+                    self.stall_s,
+                )
                 continue
             try:
                 line = line or Line(self._pool)

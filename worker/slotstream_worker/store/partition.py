@@ -18,8 +18,9 @@ class Partition:
         self.config = config
         self.keys = Keys(config.app)
         self._pool = connection_pool(config.redis, name=f"slotstream-worker:{config.worker}")
-        self.lease = Lease(self._pool, self.keys, config.worker, lease_s=config.lease_s,
-                           stall_s=config.stall_s)
+        self.lease = Lease(
+            self._pool, self.keys, config.worker, lease_s=config.lease_s, stall_s=config.stall_s
+        )
         self._open: tuple[Line, Inbox, SlotTable] | None = None
 
     def connect(self) -> None:
@@ -31,9 +32,13 @@ class Partition:
         except BaseException:
             line.close()
             raise
-        table = SlotTable(line, self.keys, self.config.worker,
-                          reply_ttl_s=self.config.reply_ttl_s,
-                          retention=self.config.reply_retention)
+        table = SlotTable(
+            line,
+            self.keys,
+            self.config.worker,
+            reply_ttl_s=self.config.reply_ttl_s,
+            retention=self.config.reply_retention,
+        )
         self._open = (line, inbox, table)
 
     def close(self) -> None:

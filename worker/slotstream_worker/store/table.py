@@ -40,9 +40,18 @@ class Row:
     def parse(cls, raw: Sequence[bytes]) -> Row:
         """Read a row as the scripts return it."""
         session, epoch, cursor, done, cuts, count, skipped, weights, layout, state = raw
-        return cls(session.decode(), epoch, EntryId.parse(cursor), EntryId.parse(done), cuts,
-                   int(count), frozenset(map(EntryId.parse, skipped.split())), weights.decode(),
-                   layout.decode(), state)
+        return cls(
+            session.decode(),
+            epoch,
+            EntryId.parse(cursor),
+            EntryId.parse(done),
+            cuts,
+            int(count),
+            frozenset(map(EntryId.parse, skipped.split())),
+            weights.decode(),
+            layout.decode(),
+            state,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,11 @@ class Answer:
     id: EntryId
     fields: tuple[bytes | str, ...]
     effect: bool = True
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it says that the entry was not run."""
+        return self.fields[:1] == ("error",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +96,33 @@ class Commit:
 
     def args(self) -> Iterator[Arg]:
         """The script's arguments."""
-        yield from (self.session, self.epoch, self.cuts, str(self.base), self.action, self.reason,
-                    self.mark, len(self.answers), 1 if self.checkpoint else 0)
+        yield from (
+            self.session,
+            self.epoch,
+            self.cuts,
+            str(self.base),
+            self.action,
+            self.reason,
+            self.mark,
+            len(self.answers),
+            1 if self.checkpoint else 0,
+        )
         if self.checkpoint:
             yield from (self.checkpoint.state, self.checkpoint.layout, self.checkpoint.weights)
         for answer in self.answers:
-            yield from (str(answer.id), 0 if answer.effect else 1, len(answer.fields) // 2,
-                        *answer.fields)
+            yield from (
+                str(answer.id),
+                0 if answer.effect else 1,
+                len(answer.fields) // 2,
+                *answer.fields,
+            )
 
     @property
     def nbytes(self) -> int:
         """About how much Redis has to write."""
-        return ((len(self.checkpoint.state) if self.checkpoint else 0)
-                + sum(len(value) for answer in self.answers for value in answer.fields))
+        return (len(self.checkpoint.state) if self.checkpoint else 0) + sum(
+            len(value) for answer in self.answers for value in answer.fields
+        )
 
 
 @dataclass(frozen=True)
@@ -117,8 +145,9 @@ class SlotTable:
         retention: how many replies an open session keeps.
     """
 
-    def __init__(self, line: Line, keys: Keys, worker: str, *, reply_ttl_s: float,
-                 retention: int) -> None:
+    def __init__(
+        self, line: Line, keys: Keys, worker: str, *, reply_ttl_s: float, retention: int
+    ) -> None:
         self.line, self.keys, self.worker = line, keys, worker
         self._common: tuple[Arg, ...] = (keys.prefix, int(reply_ttl_s * 1000), retention)
 
@@ -129,8 +158,10 @@ class SlotTable:
 
     def claim(self, room: int) -> list[Row]:
         """Own the sessions that have waited longest, `room` at most."""
-        return [Row.parse(raw) for raw in
-                self._run("claim", self.worker, min(room, SESSIONS_A_CALL), CLAIM_BYTES)]
+        return [
+            Row.parse(raw)
+            for raw in self._run("claim", self.worker, min(room, SESSIONS_A_CALL), CLAIM_BYTES)
+        ]
 
     def take(self, sessions: Iterable[bytes], old: str, why: str, room: int) -> Taken:
         """Take what `old` owns: it is `dead`, of the same `name`, or the worker `self`."""
@@ -161,20 +192,26 @@ class SlotTable:
 
     def alive(self, workers: Sequence[str]) -> list[bool]:
         """Which of the workers hold a lease."""
-        return [bool(answer) for answer in
-                self.line.calls([("EXISTS", self.keys.lease(w)) for w in workers])]
+        return [
+            bool(answer)
+            for answer in self.line.calls([("EXISTS", self.keys.lease(w)) for w in workers])
+        ]
 
     def fences(self, sessions: Sequence[str]) -> list[tuple[str, str, bytes, EntryId] | None]:
         """Status, owner, epoch and done of each session's row; None where there is none."""
-        answers = self.line.calls([("HMGET", self.keys.row(s), "status", "owner", "epoch", "done")
-                                   for s in sessions])
+        answers = self.line.calls(
+            [("HMGET", self.keys.row(s), "status", "owner", "epoch", "done") for s in sessions]
+        )
         found: list[tuple[str, str, bytes, EntryId] | None] = []
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
             status, owner, epoch, done = answer
-            found.append(None if done is None else
-                         (status.decode(), owner.decode(), epoch, EntryId.parse(done)))
+            found.append(
+                None
+                if done is None
+                else (status.decode(), owner.decode(), epoch, EntryId.parse(done))
+            )
         return found
 
     def _run(self, name: str, *args: Arg) -> Any:

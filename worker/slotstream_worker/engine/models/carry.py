@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 
 from slotstream_worker.engine.errors import CannotStream
-from slotstream_worker.engine.model import StreamModel, Tree, build
+from slotstream_worker.engine.model import StreamModel, build
+from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, jax.Array], tuple[Tree, Any]]
 
 
-def carry(step: Step, initial_carry: Callable[[int], Tree] | Tree, variables: Tree, *, frame: int,
-          sample_shape: tuple[int, ...], dtype: Any = "float32",
-          name: str | None = None) -> StreamModel:
+def carry(
+    step: Step,
+    initial_carry: Callable[[int], Tree] | Tree,
+    variables: Tree,
+    *,
+    frame: int,
+    sample_shape: tuple[int, ...],
+    dtype: Any = "float32",
+    name: str | None = None,
+) -> StreamModel:
     """Serve a function with an explicit carry.
 
     Args:
@@ -35,7 +43,7 @@ def carry(step: Step, initial_carry: Callable[[int], Tree] | Tree, variables: Tr
     Raises:
         CannotStream: the function cannot be served, with the reason.
     """
-    called = name or getattr(step, "__name__", type(step).__name__)
+    called = name or str(getattr(step, "__name__", type(step).__name__))
     start = initial_carry if callable(initial_carry) else _repeated(called, initial_carry)
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
@@ -53,7 +61,9 @@ def _repeated(name: str, one: Tree) -> Callable[[int], Tree]:
             raise CannotStream(
                 f"{name} cannot be served: initial_carry{jax.tree_util.keystr(path)} has shape "
                 f"{list(jnp.shape(leaf))}; the carry of one session has leaves [1, ...]. Give "
-                "that, or a function of the batch size that returns the carry")
+                "that, or a function of the batch size that returns the carry"
+            )
     arrays = jax.tree.map(jnp.asarray, one)
     return lambda batch: jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape[1:])), arrays)
+        lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape[1:])), arrays
+    )

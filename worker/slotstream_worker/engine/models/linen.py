@@ -10,12 +10,20 @@ import flax.core
 import flax.linen as nn
 import jax
 
-from slotstream_worker.engine.model import StreamModel, Tree, build
+from slotstream_worker.engine.model import StreamModel, build
+from slotstream_worker.engine.state import Tree
 
 
-def linen(module: nn.Module, variables: Mapping[str, Any], *, frame: int,
-          sample_shape: tuple[int, ...], dtype: Any = "float32",
-          call: Mapping[str, Any] | None = None, collection: str = "state") -> StreamModel:
+def linen(
+    module: nn.Module,
+    variables: Mapping[str, Any],
+    *,
+    frame: int,
+    sample_shape: tuple[int, ...],
+    dtype: Any = "float32",
+    call: Mapping[str, Any] | None = None,
+    collection: str = "state",
+) -> StreamModel:
     """Serve a linen module whose state lives in the mutable collection `collection`.
 
     The module is called with time-major frames `[frame, batch, *sample_shape]` and starts at
@@ -38,13 +46,17 @@ def linen(module: nn.Module, variables: Mapping[str, Any], *, frame: int,
     kwargs = dict(call or {})
     if "train" in inspect.signature(type(module).__call__).parameters:
         kwargs.setdefault("train", False)
-    read_only = {name: tree for name, tree in flax.core.unfreeze(dict(variables)).items()
-                 if name != collection}
+    read_only = {
+        name: tree
+        for name, tree in flax.core.unfreeze(dict(variables)).items()
+        if name != collection
+    }
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
         held = {} if state is None else {collection: state}
         outputs, updated = module.apply({**weights, **held}, frames, mutable=[collection], **kwargs)
         return outputs, flax.core.unfreeze(updated).get(collection, {})
 
-    return build(type(module).__name__, apply, read_only, frame=frame, sample_shape=sample_shape,
-                 dtype=dtype)
+    return build(
+        type(module).__name__, apply, read_only, frame=frame, sample_shape=sample_shape, dtype=dtype
+    )
