@@ -42,9 +42,7 @@ def ratio(
 ) -> Ratio:
     """Time `run_a` and `run_b` alternately, `inner` calls at a time, per unit of work each."""
     run_a(), run_b()
-    pairs = [
-        (_time(run_a, inner) / a_units, _time(run_b, inner) / b_units) for _ in range(repeats)
-    ]
+    pairs = [(_time(run_a, inner) / a_units, _time(run_b, inner) / b_units) for _ in range(repeats)]
     times = np.asarray(pairs)
     ratios = times[:, 0] / times[:, 1]
     low, middle, high = np.percentile(ratios, [25, 50, 75])

@@ -16,10 +16,7 @@ FRAME, SIZES = 10, (40, 128, 128, 10)
 
 def model() -> StreamModel:
     rng = np.random.default_rng(0)
-    weights = [
-        rng.normal(0, 2 / np.sqrt(a), (a, b)).astype(np.float32)
-        for a, b in pairwise(SIZES)
-    ]
+    weights = [rng.normal(0, 2 / np.sqrt(a), (a, b)).astype(np.float32) for a, b in pairwise(SIZES)]
 
     def step(variables: Any, carry: Any, frames: jax.Array) -> Any:
         after, x = [], frames

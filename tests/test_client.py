@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -265,7 +266,7 @@ def test_replies_stop_when_nothing_is_in_flight_and_go_on_after_a_push(
             session.push(frame)
         got.append(list(session.replies()))
     assert [len(part) for part in got] == [1, 3, 6]
-    assert bits(sum(got, [])) == expected["s3"]
+    assert bits(itertools.chain(*got)) == expected["s3"]
 
 
 def test_a_session_that_has_ended_takes_no_frame(client, streams):
@@ -504,7 +505,7 @@ def test_no_worker_is_a_timeout_that_says_what_to_look_at(nobody, streams):
     assert isinstance(timeout.value, TimeoutError)
     for word in ("no reply in 0.05 s", session.id, "1 in flight", "worker"):
         assert word in str(timeout.value)
-    with pytest.raises(ReplyTimeout, match="2 sessions have not ended.*left-1.*worker"):
+    with pytest.raises(ReplyTimeout, match=r"2 sessions have not ended.*left-1.*worker"):
         nobody.run({"left-1": streams["s0"], "left-2": streams["s1"]}, timeout_s=0.05)
 
 
@@ -583,11 +584,9 @@ def test_a_cancel_whose_answer_was_cut_off_is_not_waited_for(
         cut_off, proxy, gate, streams, expected):
     session = cut_off.open()
     with gate.held():
-        # The script is known to the server from here on.
-        assert session.cancel(session.push(streams["s3"][0]))
         pushed = [session.push(frame) for frame in streams["s0"][:5]]
         extra = session.push(streams["s3"][1])
-        proxy.cut("EVALSHA")
+        proxy.cut(f"slot:{session.id}")
         assert session.cancel(extra) is True
         assert proxy.cuts == 1
         assert session.in_flight == 5
@@ -653,7 +652,8 @@ def test_a_frame_pushed_unchecked_is_answered_by_an_error(client, streams, expec
 
 
 @pytest.fixture
-def run_cli(url: str) -> Callable[..., Any]:
+def run_cli(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("COLUMNS", "120")
     def run(*arguments: object, app: str = "slotstream") -> Any:
         command, *rest = map(str, arguments)
         return CliRunner().invoke(cli, [command, *rest, "--redis", url, "--app", app])
@@ -740,14 +740,15 @@ def test_push_refuses_an_array_the_app_cannot_take(url, gate, tmp_path, capsys, 
     assert words in capsys.readouterr().err
 
 
-def test_push_without_a_worker_says_so(url, file, capsys):
+def test_push_without_a_worker_says_so(url, tmp_path, streams, capsys):
+    np.save(tmp_path / "steps.npy", streams["s2"].reshape(40, 6))
+    push = ["push", str(tmp_path / "steps.npy"), "--redis", url, "--app", "nobody"]
     with pytest.raises(SystemExit) as done:
-        main(["push", str(file), "--redis", url, "--app", "nobody"])
+        main(push)
     assert done.value.code == 1
     assert "no worker has run" in capsys.readouterr().err
     with pytest.raises(SystemExit) as done:
-        main(["push", str(file), "--redis", url, "--app", "nobody", "--frame", "4",
-              "--timeout", "0.05"])
+        main([*push, "--frame", "4", "--timeout", "0.05"])
     assert done.value.code == 1
     assert "is a worker running" in capsys.readouterr().err
 
@@ -772,8 +773,9 @@ def test_sessions_shows_how_far_each_session_is(run_cli, client, gate, streams):
     assert shown["behind"] == 4
     assert shown["state_bytes"] > 0
     assert (rows["shown/2"]["done"], rows["shown/2"]["behind"]) == ("0-0", 0)
-    assert "shown/1" in table.output
-    assert "live" in table.output
+    [line] = [line for line in table.output.splitlines() if "shown/1" in line]
+    for cell in ("live", shown["owner"], shown["done"], " 4 "):
+        assert cell in line
     assert len(limited.output.splitlines()) == 1
     session.close()
     other.close()
@@ -781,6 +783,19 @@ def test_sessions_shows_how_far_each_session_is(run_cli, client, gate, streams):
     list(other.replies())
     left = run_cli("sessions", "--json").output
     assert "shown/" not in left
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_sessions_can_be_read_on_a_narrow_terminal_and_in_a_pipe(
+        run_cli, client, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    session = client.open("narrow-1")
+    wait_until(lambda: client.redis.hget(session.keys.row("narrow-1"), "status") == b"live", 10,
+               "the session is live")
+    output = run_cli("sessions").output
+    session.close()
+    list(session.replies())
+    assert [line for line in output.splitlines() if "narrow-1" in line and "live" in line], output
 
 
 def test_sessions_of_an_app_without_any_is_empty(run_cli):

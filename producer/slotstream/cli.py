@@ -15,6 +15,7 @@ import slotstream
 from slotstream.client import Client
 from slotstream.errors import SlotstreamError
 from slotstream.names import Keys
+from slotstream.options import app_option, redis_option
 
 _WORKER_COMMANDS = {
     "worker": "Serve a model: the process behind the device.",
@@ -52,25 +53,6 @@ class _Group(click.Group):
             rows.append((name, known or (own.get_short_help_str() if own else "")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-
-redis_option = click.option(
-    "--redis",
-    "url",
-    envvar="SLOTSTREAM_REDIS",
-    show_envvar=True,
-    default="redis://localhost:6379/0",
-    show_default=True,
-    help="URL of the Redis server.",
-)
-app_option = click.option(
-    "--app",
-    envvar="SLOTSTREAM_APP",
-    show_envvar=True,
-    default="slotstream",
-    show_default=True,
-    help="Name of the app; the prefix of all its keys.",
-)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

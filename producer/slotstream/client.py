@@ -11,26 +11,19 @@ for reply in session.replies():
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.resources import files
 from types import TracebackType
 from typing import Any
 
 from slotstream import flow
-from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
+from slotstream.app import App
 from slotstream.errors import SessionExists
 from slotstream.ids import ZERO, EntryId
 from slotstream.link import Link
-from slotstream.names import Keys, check_app, check_session, config_key, partition_of
+from slotstream.names import Keys, check_session
 from slotstream.replies import Reply
 from slotstream.session import Session
-
-_STREAMS_A_READ = 512
-_REPLIES_A_READ = 256
-_POLL_S = 0.002
 
 
 class Client:
@@ -53,10 +46,9 @@ class Client:
     ) -> None:
         if window < 1:
             raise ValueError(f"the window is at least 1 entry, got {window}")
-        self.app, self.window = check_app(app), window
+        self.window = window
         self.link = Link(url, patience_s)
-        self._frames: FrameCodec | None = None
-        self._partitions: int | None = None
+        self.app = App(self.link, app)
 
     def __enter__(self) -> Client:
         return self
@@ -111,7 +103,7 @@ class Client:
         if replies not in (None, "wait"):
             raise ValueError(f"replies is 'wait' or left out, got {replies!r}")
         names = [check_session(session) for session in session_ids]
-        keys = [self.keys(name) for name in names]
+        keys = [self.app.keys(name) for name in names]
         if not new:
             self._make_way(names, keys)
         options = ("replies", replies) if replies else ()
@@ -121,16 +113,13 @@ class Client:
              "token", secrets.token_hex(8), *options)
             for name, k in zip(names, keys, strict=True)
         ])  # fmt: skip
-        return [
-            Session(self, name, k, trims=replies == "wait")
-            for name, k in zip(names, keys, strict=True)
-        ]
+        return [Session(self.app, name, self.window, trims=replies == "wait") for name in names]
 
     def attach(self, session_id: str, *, after: EntryId = ZERO) -> Session:
         """Go on with a session that is open: push into it, read its replies after `after`."""
         session = check_session(session_id)
-        last = self.last_entry(session)
-        return Session(self, session, self.keys(session), read_to=after, last=last, follows=True)
+        last = self.app.last_entry(session)
+        return Session(self.app, session, self.window, read_to=after, last=last, follows=True)
 
     def run(
         self,
@@ -157,85 +146,12 @@ class Client:
         Raises:
             ReplyTimeout: no session had a reply for `timeout_s`.
         """
-        return flow.run(self, streams, timeout_s=timeout_s, rate_hz=rate_hz, on_reply=on_reply)
-
-    def close_session(self, session: str) -> None:
-        """Append a `close`; harmless when it is repeated, or the session has ended."""
-        control = self.keys(session).control
-        self.link.calls([("XADD", control, "*", "op", "close", "session", session)])
-
-    def cancel(self, session: str, entry: EntryId) -> bool:
-        """Cancel an entry that has not been answered; whether it was there to cancel."""
-        keys = self.keys(session)
-        text = (files("slotstream") / "cancel.lua").read_text()
-        row, inbox = keys.row(session), keys.inbox(session)
-        return bool(self.link.call("EVAL", text, 2, row, inbox, str(entry)) == 1)
-
-    # What sessions are made of
-
-    def keys(self, session: str) -> Keys:
-        """Keys of the session's partition."""
-        if self._partitions is None:
-            self._learn()
-        return Keys(self.app, partition_of(session, self._partitions or 1))
+        sessions = self.open_many(list(streams))
+        return flow.run(sessions, streams, timeout_s=timeout_s, rate_hz=rate_hz, on_reply=on_reply)
 
     def config(self) -> dict[str, str]:
         """The app's configuration as its first worker wrote it; empty where none has."""
-        flat = iter(self.link.call("HGETALL", config_key(self.app)))
-        return {name.decode(): value.decode() for name, value in zip(flat, flat, strict=True)}
-
-    def encode(self, array: Any) -> bytes:
-        """Encode a frame; one that the app cannot take is refused here, where that is known."""
-        if self._frames is None:
-            self._learn()
-        return encode(array) if self._frames is None else self._frames.encode(array)
-
-    def last_entry(self, session: str) -> EntryId:
-        """The last id that a session's stream has had; `0-0` for one that is not there."""
-        inbox = self.keys(session).inbox(session)
-        if not self.link.call("EXISTS", inbox):
-            return ZERO
-        info = self.link.call("XINFO", "STREAM", inbox)
-        return EntryId.parse(info[info.index(b"last-generated-id") + 1])
-
-    def arrived(self, session: Session, entry: EntryId) -> bool:
-        """Whether an entry is in `in`, or has been answered in `out`."""
-        return any(
-            self.link.call("XRANGE", key, str(entry), str(entry))
-            for key in (session.keys.inbox(session.id), session.keys.outbox(session.id))
-        )
-
-    def read_replies(
-        self, sessions: Mapping[str, Session], block_s: float
-    ) -> dict[str, list[Reply]]:
-        """New replies of many sessions, waiting up to `block_s` for the first."""
-        names = list(sessions)
-        if len(names) <= _STREAMS_A_READ:
-            return self._read_part(list(sessions.values()), block_s)
-        # Of several reads none may wait, since the others' replies would wait with it.
-        found: dict[str, list[Reply]] = {}
-        for start in range(0, len(names), _STREAMS_A_READ):
-            part = [sessions[name] for name in names[start : start + _STREAMS_A_READ]]
-            found.update(self._read_part(part, None))
-        if not found:
-            time.sleep(min(block_s, _POLL_S))
-        return found
-
-    def _read_part(
-        self, sessions: Sequence[Session], block_s: float | None
-    ) -> dict[str, list[Reply]]:
-        by_key = {s.keys.outbox(s.id).encode(): s for s in sessions}
-        wait = () if block_s is None else ("BLOCK", max(int(block_s * 1000), 1))
-        ids = [str(session.read_to) for session in sessions]
-        answer = self.link.call("XREAD", "COUNT", _REPLIES_A_READ, *wait, "STREAMS", *by_key, *ids)
-        found = {}
-        for key, entries in answer or ():
-            session = by_key[key]
-            replies = [session.take(id_, raw) for id_, raw in entries]
-            found[session.id] = [reply for reply in replies if reply is not None]
-            if session.trims:
-                self.link.call("XTRIM", key, "MINID", "=", str(session.read_to.next()))
-        return found
+        return self.app.config()
 
     def _make_way(self, names: list[str], keys: list[Keys]) -> None:
         """Make way for new sessions of ids used before; refuses while one is open."""
@@ -252,12 +168,3 @@ class Client:
                     "close() ends it"
                 )
         self.link.calls(closed)
-
-    def _learn(self) -> None:
-        """Read the app's configuration, where it exists already."""
-        held = self.config()
-        if held:
-            self._partitions = int(held["partitions"])
-            shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
-            limit = int(held.get("max_frame_bytes", MAX_FRAME_BYTES))
-            self._frames = FrameCodec(held["dtype"], shape, max_bytes=limit)

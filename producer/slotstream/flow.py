@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import redis
 
 from slotstream.errors import ReplyTimeout
 from slotstream.ids import EntryId
+from slotstream.link import Link
+from slotstream.reading import read_replies
 from slotstream.replies import Reply
 from slotstream.session import Session
-
-if TYPE_CHECKING:
-    from slotstream.client import Client
 
 _BLOCK_S = 0.05
 _PUSHES_A_TURN = 1024
@@ -38,7 +37,7 @@ class _Source:
             self.done = True
             return {"end": "1"}
         frame, self.ahead = self.ahead, next(self.frames, None)
-        fields: dict[str, bytes | str] = {"frame": self.session.client.encode(frame)}
+        fields: dict[str, bytes | str] = {"frame": self.session.app.encode(frame)}
         if self.ahead is None:
             self.done = True
             fields["end"] = "1"
@@ -46,7 +45,7 @@ class _Source:
 
 
 def run(
-    client: Client,
+    sessions: Sequence[Session],
     streams: Mapping[str, Iterable[Any]],
     *,
     timeout_s: float,
@@ -57,7 +56,6 @@ def run(
     now = time.monotonic()
     period = 1.0 / rate_hz if rate_hz else 0.0
     # Streams of a rate start spread over one period, as sensors that know nothing of each other.
-    sessions = client.open_many(list(streams))
     sources = {
         s.id: _Source(s, streams[s.id], now + period * k / len(sessions))
         for k, s in enumerate(sessions)
@@ -65,13 +63,13 @@ def run(
     going = dict(sources)
     heard = time.monotonic()
     while going:
-        _push(client, list(going.values()), period)
+        _push(list(going.values()), period)
         waiting = {
             name: source.session
             for name, source in going.items()
             if source.session.in_flight or source.done
         }
-        found = client.read_replies(waiting, _BLOCK_S) if waiting else {}
+        found = read_replies(sessions[0].app.link, waiting, _BLOCK_S) if waiting else {}
         if not waiting:
             time.sleep(min(_BLOCK_S, period or _BLOCK_S))
         for name, replies in found.items():
@@ -92,32 +90,33 @@ def run(
     return {name: source.replies for name, source in sources.items()}
 
 
-def _push(client: Client, sources: list[_Source], period: float) -> None:
+def _push(sources: list[_Source], period: float) -> None:
     """Push one frame of every session that has one due and room in its window."""
     now = time.monotonic()
     batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]] = []
     for source in sources:
-        if source.done or source.session.in_flight >= client.window or source.due_at > now:
+        session = source.session
+        if source.done or session.in_flight >= session.window or source.due_at > now:
             continue
         source.due_at += period
-        entry = source.session.next_id()
+        entry = session.next_id()
         fields = source.next()
-        source.session.pushed(entry, ending=source.done)
+        session.pushed(entry, ending=source.done)
         batch.append((source, entry, fields))
         if len(batch) == _PUSHES_A_TURN:
             break
     if batch:
-        client.link.patiently(lambda: _send(client, batch))
+        link = batch[0][0].session.app.link
+        link.patiently(lambda: _send(link, batch))
 
 
-def _send(client: Client, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
+def _send(link: Link, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
     """Append a batch; may be repeated, since an id that is there already is refused."""
-    pipeline = client.redis.pipeline(transaction=False)
+    pipeline = link.redis.pipeline(transaction=False)
     for source, entry, fields in batch:
-        session = source.session
         pipeline.execute_command(
             "XADD",
-            session.keys.inbox(session.id),
+            source.session.inbox,
             str(entry),
             *[part for pair in fields.items() for part in pair],
         )

@@ -5,20 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 
+from slotstream.app import App
 from slotstream.connect import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
 from slotstream.ids import OPENED, ZERO, EntryId
-from slotstream.names import Keys
+from slotstream.reading import read_replies
 from slotstream.replies import Reply, parse_reply
-
-if TYPE_CHECKING:
-    from slotstream.client import Client
-
-_PAGE = 256
 
 
 class Session:
@@ -30,16 +26,18 @@ class Session:
 
     def __init__(
         self,
-        client: Client,
+        app: App,
         session: str,
-        keys: Keys,
+        window: int,
         *,
         last: EntryId = ZERO,
         read_to: EntryId = ZERO,
         trims: bool = False,
         follows: bool = False,
     ) -> None:
-        self.client, self.id, self.keys = client, session, keys
+        self.app, self.id, self.window = app, session, window
+        keys = app.keys(session)
+        self.inbox, self.outbox = keys.inbox(session), keys.outbox(session)
         self.trims = trims
         """Whether replies are deleted once read (the session was opened to wait for its reader)."""
         self.closed: Reply | None = None
@@ -52,7 +50,7 @@ class Session:
         self._buffer: deque[Reply] = deque()
 
     def __repr__(self) -> str:
-        return f"<Session {self.id} of {self.keys.app}: {len(self._waiting)} in flight>"
+        return f"<Session {self.id} of {self.app.name}: {len(self._waiting)} in flight>"
 
     @property
     def in_flight(self) -> int:
@@ -74,7 +72,7 @@ class Session:
             SessionClosed: the session has ended.
             ReplyTimeout: the window stayed full.
         """
-        fields: dict[str, bytes | str] = {"frame": self.client.encode(array)}
+        fields: dict[str, bytes | str] = {"frame": self.app.encode(array)}
         if end:
             fields["end"] = "1"
         return self._append(fields, timeout_s)
@@ -83,7 +81,7 @@ class Session:
         """Back to rest, before `array` where one is given, else as an entry of its own."""
         fields: dict[str, bytes | str] = {"op": "reset"}
         if array is not None:
-            fields["frame"] = self.client.encode(array)
+            fields["frame"] = self.app.encode(array)
         return self._append(fields, timeout_s)
 
     def end(self) -> EntryId:
@@ -92,12 +90,12 @@ class Session:
 
     def close(self) -> None:
         """Close the session now; frames that wait are cancelled, and counted in the last reply."""
-        self.client.close_session(self.id)
+        self.app.close(self.id)
         self._ending = True
 
     def cancel(self, entry: EntryId) -> bool:
         """Cancel a frame that has not been answered; whether it was still there to cancel."""
-        cancelled = self.client.cancel(self.id, entry)
+        cancelled = self.app.cancel(self.id, entry)
         if cancelled:
             self._waiting = deque(item for item in self._waiting if item[0] != entry)
         return cancelled
@@ -124,34 +122,33 @@ class Session:
                 yield self._buffer.popleft()
 
     def _append(self, fields: dict[str, bytes | str], timeout_s: float) -> EntryId:
-        while len(self._waiting) >= self.client.window and not self.closed:
+        while len(self._waiting) >= self.window and not self.closed:
             self._pump(timeout_s)
         if self.closed:
             raise SessionClosed(
                 f"session {self.id} has ended ({self.closed.reason}); open a new one"
             )
         entry = self.next_id()
-        inbox = self.keys.inbox(self.id)
         tries = 0
 
         def add() -> None:
             nonlocal tries
             tries += 1
-            self.client.redis.execute_command(
-                "XADD", inbox, str(entry), *[part for pair in fields.items() for part in pair]
+            self.app.link.redis.execute_command(
+                "XADD", self.inbox, str(entry), *[part for pair in fields.items() for part in pair]
             )
 
         while True:
             try:
-                self.client.link.patiently(add)
+                self.app.link.patiently(add)
                 break
             except redis.ResponseError as error:
                 if "equal or smaller" not in str(error):
                     raise
-                if tries > 1 and self.client.arrived(self, entry):
+                if tries > 1 and self.app.arrived(self.id, entry):
                     break  # the first try's answer was lost; it was carried out
                 # Somebody else wrote here: after them, unless they closed it.
-                self._last = self.client.last_entry(self.id)
+                self._last = self.app.last_entry(self.id)
                 entry, tries = self.next_id(), 0
         self.pushed(entry, ending="end" in fields)
         return entry
@@ -177,8 +174,9 @@ class Session:
                     f"no reply in {timeout_s:g} s in session {self.id}, {self.in_flight} in "
                     "flight; is a worker running for this app, and has it room?"
                 )
-            entries = self.client.read_replies({self.id: self}, block)
-            if entries.get(self.id):
+            found = read_replies(self.app.link, {self.id: self}, block).get(self.id)
+            if found:
+                self._buffer.extend(found)
                 return
 
     def take(self, raw_id: bytes, raw: list[bytes]) -> Reply | None:
@@ -197,7 +195,6 @@ class Session:
         if reply.end:
             self.closed = reply
             self._waiting.clear()
-        self._buffer.append(reply)
         return reply
 
     @property

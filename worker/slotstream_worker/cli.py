@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from slotstream.cli import app_option, redis_option
+from slotstream.options import app_option, redis_option
 from slotstream_worker.config import WorkerConfig
 
 _DEFAULTS = WorkerConfig(nonce="0")

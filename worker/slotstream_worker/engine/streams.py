@@ -7,16 +7,14 @@ in its state).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from slotstream_worker.engine.errors import CannotStream
-
-if TYPE_CHECKING:
-    from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.model import StreamModel, named, random_frames
 
 BATCH = 2
 TRIES = 3
@@ -33,8 +31,6 @@ def check_streams(model: StreamModel) -> None:
 
 def _disagreement(model: StreamModel, seed: int) -> str | None:
     """How a whole call and its frames differ on random data, None when they agree."""
-    from slotstream_worker.engine.model import named, random_frames
-
     run = jax.jit(model.apply)
     rng = np.random.default_rng(seed)
     shape = (2 * model.frame, BATCH, *model.sample_shape)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from slotstream_worker.engine.building import build
 from slotstream_worker.engine.errors import CannotStream
-from slotstream_worker.engine.model import StreamModel, build
+from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, jax.Array], tuple[Tree, Any]]

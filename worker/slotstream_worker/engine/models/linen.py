@@ -10,7 +10,8 @@ import flax.core
 import flax.linen as nn
 import jax
 
-from slotstream_worker.engine.model import StreamModel, build
+from slotstream_worker.engine.building import build
+from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.state import Tree
 
 

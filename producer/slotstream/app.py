@@ -1,0 +1,75 @@
+"""One app as a producer sees it: its keys, its configuration, and entries of its streams."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
+from slotstream.ids import ZERO, EntryId
+from slotstream.link import Link
+from slotstream.names import Keys, check_app, config_key, partition_of
+
+
+class App:
+    """An app behind a link. What it knows of its configuration is read when it is needed."""
+
+    def __init__(self, link: Link, app: str) -> None:
+        self.link, self.name = link, check_app(app)
+        self._frames: FrameCodec | None = None
+        self._partitions: int | None = None
+
+    def keys(self, session: str) -> Keys:
+        """Keys of the session's partition."""
+        if self._partitions is None:
+            self._learn()
+        return Keys(self.name, partition_of(session, self._partitions or 1))
+
+    def config(self) -> dict[str, str]:
+        """The app's configuration as its first worker wrote it; empty where none has."""
+        flat = iter(self.link.call("HGETALL", config_key(self.name)))
+        return {name.decode(): value.decode() for name, value in zip(flat, flat, strict=True)}
+
+    def encode(self, array: Any) -> bytes:
+        """Encode a frame; one that the app cannot take is refused here, where that is known."""
+        if self._frames is None:
+            self._learn()
+        return encode(array) if self._frames is None else self._frames.encode(array)
+
+    def last_entry(self, session: str) -> EntryId:
+        """The last id that a session's stream has had; `0-0` for one that is not there."""
+        inbox = self.keys(session).inbox(session)
+        if not self.link.call("EXISTS", inbox):
+            return ZERO
+        info = self.link.call("XINFO", "STREAM", inbox)
+        return EntryId.parse(info[info.index(b"last-generated-id") + 1])
+
+    def arrived(self, session: str, entry: EntryId) -> bool:
+        """Whether an entry is in `in`, or has been answered in `out`."""
+        keys = self.keys(session)
+        return any(
+            self.link.call("XRANGE", key, str(entry), str(entry))
+            for key in (keys.inbox(session), keys.outbox(session))
+        )
+
+    def close(self, session: str) -> None:
+        """Append a `close`; harmless when it is repeated, or the session has ended."""
+        control = self.keys(session).control
+        self.link.calls([("XADD", control, "*", "op", "close", "session", session)])
+
+    def cancel(self, session: str, entry: EntryId) -> bool:
+        """Cancel an entry that has not been answered; whether it was there to cancel."""
+        keys = self.keys(session)
+        text = (files("slotstream") / "cancel.lua").read_text()
+        row, inbox = keys.row(session), keys.inbox(session)
+        return bool(self.link.call("EVAL", text, 2, row, inbox, str(entry)) == 1)
+
+    def _learn(self) -> None:
+        """Read the app's configuration, where it exists already."""
+        held = self.config()
+        if held:
+            self._partitions = int(held["partitions"])
+            shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
+            limit = int(held.get("max_frame_bytes", MAX_FRAME_BYTES))
+            self._frames = FrameCodec(held["dtype"], shape, max_bytes=limit)
