@@ -197,10 +197,10 @@ def test_outputs_of_a_fixed_number_of_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "reason"), [
-    (lambda x: {}, "it returns no outputs"),
+    (lambda _: {}, "it returns no outputs"),
     (lambda x: (x, x), "'output' is a tuple"),
     (lambda x: [x], "'output' is a list"),
-    (lambda x: None, "'output' is a NoneType"),
+    (lambda _: None, "'output' is a NoneType"),
     (lambda x: {"a": x, "b": {"c": x}}, "'b' is a dict"),
 ], ids=["none at all", "a tuple", "a list", "None", "nested"])
 def test_outputs_are_one_array_or_a_mapping_of_names_to_arrays(outputs: Any, reason: str) -> None:
@@ -212,14 +212,14 @@ def test_outputs_are_one_array_or_a_mapping_of_names_to_arrays(outputs: Any, rea
 
 def state_model(start: Callable[[int], Any], update: Callable[[Any], Any]) -> StreamModel:
     """Passes its frames on; its state goes from `start` by `update`, a frame."""
-    return carried(lambda variables, carry, frames: (update(carry), jnp.tanh(frames)), start)
+    return carried(lambda _, carry, frames: (update(carry), jnp.tanh(frames)), start)
 
 
 def test_a_state_leaf_without_a_batch_axis_is_refused() -> None:
     refused(lambda: state_model(lambda batch: {"kept": zeros(batch), "count": jnp.zeros(4)},
                                 lambda s: s),
             "['count']", "[4]", "no single batch axis")
-    refused(lambda: state_model(lambda batch: jnp.zeros((), jnp.int32), lambda n: n + 1),
+    refused(lambda: state_model(lambda _: jnp.zeros((), jnp.int32), lambda n: n + 1),
             "shape []", "no single batch axis")
 
 

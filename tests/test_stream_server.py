@@ -14,7 +14,7 @@ import pytest
 
 from serving_models import RecurrentMLP, direct, filters, linen_model, served
 from slotstream_worker import StreamModel, StreamServer, models
-from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.engine import Engine, Failed, Ran
 from slotstream_worker.engine.model import random_frames
 
 SLOTS, FRAME, WIDTH = 7, 4, 6
@@ -433,11 +433,11 @@ def test_a_round_that_failed_is_isolated_to_the_frame_that_raises() -> None:
     frames = np.ones((7, 2, 3), np.float32)
     frames[4, 1, 2] = POISON
     outcomes = list(engine.isolate(names, frames))
-    failed = [one for one in outcomes if isinstance(one[1], Exception)]
-    ran = {s: outputs["output"][k] for plan, outputs in outcomes if isinstance(outputs, dict)
-           for k, s in enumerate(plan.sessions)}
-    assert [session for session, _ in failed] == ["e"]
-    assert "a poisoned frame" in str(failed[0][1])
+    failed = [one for one in outcomes if isinstance(one, Failed)]
+    ran = {s: one.outputs["output"][k] for one in outcomes if isinstance(one, Ran)
+           for k, s in enumerate(one.sessions)}
+    assert [one.session for one in failed] == ["e"]
+    assert "a poisoned frame" in str(failed[0].error)
     assert set(ran) == set(names) - {"e"}
     assert all((outputs[-1] == 4).all() for outputs in ran.values()), "each ran once"
     assert engine.pool.fresh == {engine.pool.sessions["e"]}
