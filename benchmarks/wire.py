@@ -65,7 +65,9 @@ def _wire(sessions: int, repeats: int = 5) -> Ratio:
 def _preload(client: Client, handles: list, frames: np.ndarray) -> None:
     raw = [client.app.encode(frame) for frame in frames]
     for _ in range(FRAMES):
-        pipeline = client.redis.pipeline(transaction=False)
-        for handle, frame in zip(handles, raw, strict=True):
-            pipeline.execute_command("XADD", handle.inbox, "*", "frame", frame)
-        pipeline.execute()
+        client.link.calls(
+            [
+                ("XADD", handle.inbox, "*", "frame", frame)
+                for handle, frame in zip(handles, raw, strict=True)
+            ]
+        )

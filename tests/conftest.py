@@ -92,7 +92,6 @@ class ThreadedWorker:
         self.stop.set()
         self.thread.join(30)
         assert not self.thread.is_alive(), "the worker did not drain"
-        self.worker.partition.close()
         if self.error:
             raise self.error
 

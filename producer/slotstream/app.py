@@ -26,6 +26,12 @@ class App:
             self._learn()
         return Keys(self.name, partition_of(session, self._partitions or 1))
 
+    def partitions(self) -> list[Keys]:
+        """Keys of every partition of the app."""
+        if self._partitions is None:
+            self._learn()
+        return [Keys(self.name, p) for p in range(self._partitions or 1)]
+
     def config(self) -> dict[str, str]:
         """The app's configuration as its first worker wrote it; empty where none has."""
         flat = iter(self.link.call("HGETALL", config_key(self.name)))

@@ -14,7 +14,6 @@ import numpy as np
 import slotstream
 from slotstream.client import Client
 from slotstream.errors import SlotstreamError
-from slotstream.names import Keys
 from slotstream.options import app_option, redis_option
 
 _WORKER_COMMANDS = {
@@ -22,6 +21,7 @@ _WORKER_COMMANDS = {
     "check": "Say whether a model can be served, and how it would be.",
     "demo": "Stream 370 recordings through a worker that is killed on the way.",
     "health": "Exit with 0 while a worker of the app is alive.",
+    "retry": "Put a session that was set aside back in the queue.",
 }
 
 
@@ -71,7 +71,7 @@ def sessions(url: str, app: str, as_json: bool, limit: int) -> None:
     from slotstream.slottable import read_table, show_table
 
     client = Client(url, app, patience_s=3.0)
-    rows = read_table(client.redis, Keys(app))
+    rows = read_table(client.app)
     if as_json:
         for row in rows[:limit]:
             click.echo(json.dumps(row))
@@ -126,6 +126,58 @@ def push(
         rate_hz=rate_hz,
         timeout_s=timeout_s,
     )
+
+
+@cli.command()
+@redis_option
+@app_option
+def workers(url: str, app: str) -> None:
+    """Show the app's workers: which are alive, where, and how many sessions each holds."""
+    from slotstream.operating import show_workers, workers_of
+
+    show_workers(workers_of(Client(url, app, patience_s=3.0).app), app)
+
+
+@cli.command()
+@click.argument("worker")
+@redis_option
+@app_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait until it has left.",
+)
+def drain(worker: str, url: str, app: str, timeout_s: float) -> None:
+    """Ask a worker to hand all its sessions back and leave.
+
+    WORKER is a worker as `slotstream workers` shows it, or its name without the nonce.
+    """
+    from slotstream.operating import drain_worker
+
+    click.echo(drain_worker(Client(url, app, patience_s=3.0).app, worker, timeout_s))
+
+
+@cli.command()
+@redis_option
+@app_option
+def rebalance(url: str, app: str) -> None:
+    """Even the sessions out over the workers that are alive, once."""
+    from slotstream.operating import rebalance_workers
+
+    for line in rebalance_workers(Client(url, app, patience_s=3.0).app):
+        click.echo(line)
+
+
+@cli.command()
+@redis_option
+@app_option
+def aside(url: str, app: str) -> None:
+    """Show the sessions that were set aside, since their workers died of them."""
+    from slotstream.operating import sessions_aside, show_aside
+
+    show_aside(sessions_aside(Client(url, app, patience_s=3.0).app), app)
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -63,12 +63,12 @@ class Client:
 
     @property
     def redis(self) -> Any:
-        """The client library's own object, for what is not in here."""
-        return self.link.redis
+        """The client library's own object, for what is not in here (not across a cluster)."""
+        return self.link.client(self.app.name)
 
     def disconnect(self) -> None:
         """Close the connections; sessions stay open, and can be attached to again."""
-        self.link.redis.close()
+        self.link.close()
 
     # Sessions
 

@@ -13,8 +13,8 @@ from types import TracebackType
 
 import redis
 
-from slotstream.connect import connect
 from slotstream.errors import Unavailable
+from slotstream.link import Link
 
 _START_S = 10.0
 
@@ -95,9 +95,7 @@ class EmbeddedRedis:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                client = connect(self.url)
-                client.ping()
-                client.close()
+                Link(self.url, patience_s=0.0).call("PING", key="")
                 return self
             except redis.RedisError as error:
                 log = Path(self._folder.name) / "redis.log"

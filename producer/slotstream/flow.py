@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
-
-import redis
 
 from slotstream.errors import ReplyTimeout
 from slotstream.ids import EntryId
@@ -112,16 +111,10 @@ def _push(sources: list[_Source], period: float) -> None:
 
 def _send(link: Link, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
     """Append a batch; may be repeated, since an id that is there already is refused."""
-    pipeline = link.redis.pipeline(transaction=False)
-    for source, entry, fields in batch:
-        pipeline.execute_command(
-            "XADD",
-            source.session.inbox,
-            str(entry),
-            *[part for pair in fields.items() for part in pair],
-        )
-    for answer in pipeline.execute(raise_on_error=False):
-        if isinstance(answer, redis.ResponseError) and "equal or smaller" in str(answer):
-            continue
-        if isinstance(answer, Exception):
+    commands = [
+        ("XADD", source.session.inbox, str(entry), *chain.from_iterable(fields.items()))
+        for source, entry, fields in batch
+    ]
+    for answer in link.try_calls(commands):
+        if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
             raise answer

@@ -37,17 +37,31 @@ class Line:
     def __init__(self, pool: redis.ConnectionPool) -> None:
         self._connection: Any = pool.make_connection()
         self._connection.connect()
+        self._broken = False
         self._shas: dict[str, str] = {}
 
     def send(self, *command: Arg) -> None:
         """Send one command; its answer is read by `receive`, in order."""
-        self._connection.send_packed_command(
-            self._connection.pack_command(*command), check_health=False
-        )
+        self._send(self._connection.pack_command(*command))
+
+    def _send(self, packed: Iterable[bytes]) -> None:
+        if self._broken:  # the library would quietly connect again
+            raise redis.ConnectionError("this connection has been broken; open a new one")
+        try:
+            self._connection.send_packed_command(packed, check_health=False)
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self) -> Any:
         """Read the next answer; raises `ResponseError` where Redis refused the command."""
-        return self._connection.read_response()
+        try:
+            return self._connection.read_response()
+        except ResponseError:
+            raise  # an answer like another
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, *command: Arg) -> Any:
         """Send one command and read its answer."""
@@ -58,8 +72,7 @@ class Line:
         """Send many commands at once; the answers in order, a refusal as the exception itself."""
         if not commands:
             return []
-        packed: Iterable[bytes] = self._connection.pack_commands(commands)
-        self._connection.send_packed_command(packed, check_health=False)
+        self._send(self._connection.pack_commands(commands))
         answers: list[Any] = []
         for _ in commands:
             try:
@@ -88,4 +101,9 @@ class Line:
 
     def close(self) -> None:
         """Close the connection; harmless when it is closed already."""
+        self._broken = True
         self._connection.disconnect()
+
+    def fileno(self) -> int:
+        """The socket's file descriptor, for waiting on several lines at once."""
+        return int(self._connection._sock.fileno())

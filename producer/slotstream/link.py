@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import redis
 
-from slotstream.connect import connect
+from slotstream.endpoint import Endpoint, passes
 
 T = TypeVar("T")
+Command = tuple[Any, ...]
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
-_PASSING = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.BusyLoadingError,
-    redis.ReadOnlyError,
-    redis.OutOfMemoryError,
-)
+_KEY_AT = {"EVAL": 3, "XINFO": 2}
+"""Where a command's first key stands, when it is not its first argument."""
 
 
 class Link:
-    """A producer's connections to one Redis.
+    """A producer's connections to Redis, each command sent to the server that holds its key.
 
     Args:
-        url: of the server.
+        url: of the server; see `endpoint`.
         patience_s: how long an outage is waited out before its error is raised.
     """
 
     def __init__(self, url: str, patience_s: float) -> None:
-        self.redis: Any = connect(url, name="slotstream-producer")
+        self.endpoint = Endpoint(url, name="slotstream-producer")
         self.patience_s = patience_s
+
+    def client(self, key: str) -> Any:
+        """The client library's own object for the server that holds `key` now."""
+        return redis.Redis(connection_pool=self.endpoint.pool(key))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.endpoint.close()
 
     def patiently(self, act: Callable[[], T]) -> T:
         """Do what may be repeated, again and again through an outage of `patience_s` at most."""
@@ -40,30 +45,52 @@ class Link:
         while True:
             try:
                 return act()
-            except _PASSING:
-                if time.monotonic() > deadline:
+            except (redis.RedisError, OSError) as error:
+                if not passes(error) or time.monotonic() > deadline:
                     raise
+                self.endpoint.forget()
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    def call(self, *command: Any) -> Any:
-        """A command's answer as Redis gave it, without the client library's reading of it."""
-        return self.patiently(lambda: self._call(command))
+    def call(self, *command: Any, key: str | None = None) -> Any:
+        """A command's answer as Redis gave it, without the client library's reading of it.
 
-    def calls(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Answers of many commands in one round trip; raises the first refusal."""
+        `key` says which server to ask, for a command whose first key does not stand where it
+        usually does.
+        """
+        return self.patiently(lambda: self.once(*command, key=key))
 
-        def send() -> list[Any]:
-            pipeline = self.redis.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute()
-            return answers
+    def calls(self, commands: Sequence[Command]) -> list[Any]:
+        """Answers of many commands, in few round trips; raises the first refusal."""
+        answers = self.patiently(lambda: self.try_calls(commands))
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
-        return self.patiently(send) if commands else []
+    def try_calls(self, commands: Sequence[Command]) -> list[Any]:
+        """Send many commands once; a refusal is the exception in its place.
 
-    def _call(self, command: Sequence[Any]) -> Any:
-        connection = self.redis.connection_pool.get_connection()
+        Raises what passes (an outage), after which all of them may be sent again.
+        """
+        by_pool: dict[redis.ConnectionPool, list[int]] = defaultdict(list)
+        for k, command in enumerate(commands):
+            by_pool[self.endpoint.pool(key_of(command))].append(k)
+        answers: list[Any] = [None] * len(commands)
+        for pool, places in by_pool.items():
+            pipeline: Any = redis.Redis(connection_pool=pool).pipeline(transaction=False)
+            for k in places:
+                pipeline.execute_command(*commands[k])
+            for k, answer in zip(places, pipeline.execute(raise_on_error=False), strict=True):
+                if isinstance(answer, Exception) and passes(answer):
+                    raise answer
+                answers[k] = answer
+        return answers
+
+    def once(self, *command: Any, key: str | None = None) -> Any:
+        """`call`, without trying again."""
+        pool: Any = self.endpoint.pool(key_of(command) if key is None else key)
+        connection = pool.get_connection()
         try:
             connection.send_command(*command)
             return connection.read_response()
@@ -74,4 +101,9 @@ class Link:
             connection.disconnect()
             raise
         finally:
-            self.redis.connection_pool.release(connection)
+            pool.release(connection)
+
+
+def key_of(command: Command) -> str:
+    """A command's first key."""
+    return str(command[_KEY_AT.get(command[0], 1)])

@@ -97,6 +97,21 @@ class Keys:
         """Counter that epochs come from."""
         return self.prefix + "epoch"
 
+    @cached_property
+    def aside(self) -> str:
+        """Set of the sessions that have been set aside."""
+        return self.prefix + "aside"
+
+    def shared(self, *workers: str) -> list[str]:
+        """Keys of the partition that scripts of these workers use, beside those of sessions."""
+        own = [key for w in workers for key in (self.lease(w), self.owned(w))]
+        return [self.waiting, self.sessions, self.workers, self.epoch, self.aside, *own]
+
+    def of(self, session: str) -> list[str]:
+        """All keys of a session."""
+        kinds = ("slot", "in", "out", "aside", "aside-in")
+        return [f"{self.prefix}{kind}:{session}" for kind in kinds]
+
     def inbox(self, session: str) -> str:
         """Stream of a session's frames and in-band operations."""
         return f"{self.prefix}in:{session}"
@@ -112,6 +127,10 @@ class Keys:
     def lease(self, worker: str) -> str:
         """String that exists while the worker is alive."""
         return f"{self.prefix}lease:{worker}"
+
+    def order(self, worker: str) -> str:
+        """String, expires: what an operator asks of the worker (`drain`, `shed 12`)."""
+        return f"{self.prefix}order:{worker}"
 
     def owned(self, worker: str) -> str:
         """Set of the sessions the worker owns."""

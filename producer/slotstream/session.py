@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from slotstream.app import App
-from slotstream.connect import MAX_BLOCK_S
+from slotstream.endpoint import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
 from slotstream.ids import OPENED, ZERO, EntryId
 from slotstream.reading import read_replies
@@ -134,7 +134,7 @@ class Session:
         def add() -> None:
             nonlocal tries
             tries += 1
-            self.app.link.redis.execute_command(
+            self.app.link.once(
                 "XADD", self.inbox, str(entry), *[part for pair in fields.items() for part in pair]
             )
 

@@ -7,33 +7,41 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slotstream.app import App
 from slotstream.names import Keys
 
 _FIELDS = ("status", "owner", "epoch", "cursor", "done", "count", "cuts", "weights", "opened")
 
 
-def read_table(client: Any, keys: Keys) -> list[dict[str, Any]]:
+def read_table(app: App) -> list[dict[str, Any]]:
     """Rows of the sessions that are not closed, by name, each with its entries that wait."""
-    names = sorted(raw.decode() for raw in client.sscan_iter(keys.sessions, count=1000))
     rows = []
-    for start in range(0, len(names), 256):
-        part = names[start : start + 256]
-        pipeline = client.pipeline(transaction=False)
-        for name in part:
-            pipeline.hmget(keys.row(name), _FIELDS)
-            pipeline.xlen(keys.inbox(name))
-            pipeline.hstrlen(keys.row(name), "state")
-        answers = pipeline.execute()
-        for k, name in enumerate(part):
-            values, entries, state = answers[3 * k : 3 * k + 3]
-            row: dict[str, Any] = {"session": name}
-            row.update(
-                (field, (value or b"").decode())
-                for field, value in zip(_FIELDS, values, strict=True)
-            )
-            row["behind"] = entries - int(row["count"] or 0)
-            row["state_bytes"] = state
-            rows.append(row)
+    for keys in app.partitions():
+        names = sorted(raw.decode() for raw in app.link.call("SMEMBERS", keys.sessions))
+        for start in range(0, len(names), 256):
+            rows += _read_rows(app, keys, names[start : start + 256])
+    return sorted(rows, key=lambda row: str(row["session"]))
+
+
+def _read_rows(app: App, keys: Keys, names: list[str]) -> list[dict[str, Any]]:
+    commands: list[tuple[str, ...]] = []
+    for name in names:
+        commands += [
+            ("HMGET", keys.row(name), *_FIELDS),
+            ("XLEN", keys.inbox(name)),
+            ("HSTRLEN", keys.row(name), "state"),
+        ]
+    answers = app.link.calls(commands)
+    rows = []
+    for k, name in enumerate(names):
+        values, entries, state = answers[3 * k : 3 * k + 3]
+        row: dict[str, Any] = {"session": name, "partition": keys.partition}
+        row.update(
+            (field, (value or b"").decode()) for field, value in zip(_FIELDS, values, strict=True)
+        )
+        row["behind"] = entries - int(row["count"] or 0)
+        row["state_bytes"] = state
+        rows.append(row)
     return rows
 
 

@@ -55,6 +55,25 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
             )
 
 
+class _Ranges(click.ParamType):  # type: ignore[type-arg]
+    name = "A-B,C,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> frozenset[int]:
+        if isinstance(value, frozenset):
+            return value
+        found: set[int] = set()
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            if not first.isdigit() or (last and not last.isdigit()):
+                self.fail(
+                    f"partitions are numbers and ranges, as in 0-3,7; got {value!r}", param, ctx
+                )
+            found.update(range(int(first), int(last or first) + 1))
+        return frozenset(found)
+
+
 @click.command()
 @redis_option
 @app_option
@@ -65,6 +84,39 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
     default="",
     help="Identity that a restart keeps: its next process takes its "
     "sessions back at once. One worker a name.",
+)
+@_option(
+    "--max-sessions",
+    default=0,
+    type=click.IntRange(0),
+    help="Sessions held at a time; those beyond the slots wait in host memory, the least recently "
+    "used first. 0 for four times the slots.",
+)
+@_option(
+    "--idle-timeout",
+    default=_DEFAULTS.idle_timeout_s,
+    type=float,
+    help="Seconds without frames after which a session is closed; 0 for never.",
+)
+@_option(
+    "--max-attempts",
+    default=_DEFAULTS.max_attempts,
+    type=int,
+    help="Times a session may see its worker die before it is set aside.",
+)
+@_option("--rebalance", is_flag=True, help="Hand sessions on to workers that hold fewer.")
+@_option(
+    "--partitions",
+    type=_Ranges(),
+    default=None,
+    help="Serve these partitions only, as in 0-3,7; all of them by default.",
+)
+@_option(
+    "--partition-count",
+    default=0,
+    type=click.IntRange(0),
+    help="Partitions of the app, chosen by its first worker (16 or more for a cluster; 1 unless "
+    "it is said).",
 )
 @_option(
     "--checkpoint-interval",
@@ -121,6 +173,12 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
     help="Serve though this device's bits differ from the app's other workers'.",
 )
 @_option(
+    "--allow-eviction",
+    default="",
+    metavar="POLICY",
+    help="Serve though Redis has this maxmemory-policy, which may delete sessions.",
+)
+@_option(
     "--row-counts",
     type=_Counts(),
     default=None,
@@ -145,6 +203,12 @@ def worker(
     model: str,
     slots: int,
     name: str,
+    max_sessions: int,
+    idle_timeout: float,
+    max_attempts: int,
+    rebalance: bool,
+    partitions: frozenset[int] | None,
+    partition_count: int,
     checkpoint_interval: float,
     checkpoint_bytes: float,
     lease: float,
@@ -155,6 +219,7 @@ def worker(
     read_ahead: int,
     finite: bool,
     allow_inexact: bool,
+    allow_eviction: str,
     row_counts: tuple[int, ...] | None,
     compile_cache: Path | None,
     metrics_port: int,
@@ -176,6 +241,12 @@ def worker(
             app=app,
             slots=slots,
             name=name,
+            max_sessions=max_sessions,
+            idle_timeout_s=idle_timeout,
+            max_attempts=max_attempts,
+            rebalance=rebalance,
+            partitions=partitions or frozenset(),
+            partition_count=partition_count,
             checkpoint_interval_s=checkpoint_interval,
             checkpoint_bytes_per_s=checkpoint_bytes,
             lease_s=lease,
@@ -186,6 +257,7 @@ def worker(
             read_ahead=read_ahead,
             finite=finite,
             allow_inexact=allow_inexact,
+            allow_eviction=allow_eviction,
             row_counts=row_counts or (),
             compile_cache=compile_cache,
             metrics_port=metrics_port,
@@ -263,20 +335,46 @@ def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
 @click.option("--here", is_flag=True, help="Ask for workers on this host only.")
 def health(url: str, app: str, name: str, here: bool) -> None:
     """Exit with 0 while a worker of the app is alive, that is, its loop makes progress."""
-    from slotstream.connect import connect
-    from slotstream.names import Keys
+    from slotstream.client import Client
+    from slotstream.operating import workers_of
 
-    client: Any = connect(url, name="slotstream-health")
-    keys = Keys(app)
-    alive = []
-    for worker in sorted(raw.decode() for raw in client.smembers(keys.workers)):
-        where = client.get(keys.lease(worker))
-        if where is None or (name and worker.rpartition(".")[0] != name):
-            continue
-        if not here or where.decode().split()[0] == socket.gethostname():
-            alive.append(worker)
+    alive = [
+        worker.id
+        for worker in workers_of(Client(url, app, patience_s=2.0).app)
+        if worker.alive
+        and (not name or worker.id.rpartition(".")[0] == name)
+        and (not here or worker.host == socket.gethostname())
+    ]
     click.echo(f"{len(alive)} alive: {', '.join(alive)}" if alive else "no worker is alive")
     sys.exit(0 if alive else 1)
+
+
+@click.command()
+@click.argument("session")
+@redis_option
+@app_option
+def retry(session: str, url: str, app: str) -> None:
+    """Put a session that was set aside back in the queue, from where it stood.
+
+    SESSION is an id that `slotstream aside` shows. Its producer attaches to it again and reads
+    its replies from the start.
+    """
+    from slotstream.client import Client
+    from slotstream_worker.store.luascripts import script
+
+    link = Client(url, app, patience_s=3.0).app
+    keys = link.keys(session)
+    names = [keys.control, *keys.shared(), *keys.of(session)]
+    done = link.link.call(
+        *("EVAL", script("retry").text, len(names), *names),
+        *(keys.prefix, 0, 0, _DEFAULTS.max_attempts, session),
+    )
+    if not done:
+        raise click.ClickException(
+            f"session {session} is not set aside, or its id is in use again (then close that "
+            "session, and delete its stream of frames, first)"
+        )
+    click.echo(f"session {session} waits for a worker")
 
 
 @click.command()
@@ -320,4 +418,5 @@ COMMANDS: dict[str, click.Command] = {
     "check": check,
     "demo": demo,
     "health": health,
+    "retry": retry,
 }

@@ -17,7 +17,14 @@ class WorkerConfig:
     Attributes:
         redis: URL of the server.
         app: prefix of all keys.
-        slots: sessions the worker holds at a time.
+        slots: sessions whose state is on the device at a time.
+        max_sessions: sessions the worker holds, parked ones among them; 0 for four times the slots.
+        idle_timeout_s: closes a session without frames for so long; 0 for never.
+        max_attempts: owners that may die with a session's entry unanswered before the session is
+            set aside.
+        rebalance: hand sessions on by itself where other workers hold clearly fewer.
+        partitions: the partitions it serves; none for all of them.
+        partition_count: how many the app has; 0 for what its first worker chose.
         name: identity that a restart keeps; without one, a new one each time.
         checkpoint_interval_s: how often a session's state goes to Redis while it moves.
         checkpoint_bytes_per_s: how much state a second, at most.
@@ -30,6 +37,7 @@ class WorkerConfig:
         read_ahead: entries read of a session beyond the one that runs.
         finite: refuse frames with NaN or infinities.
         allow_inexact: serve though the probe's digest differs from the app's.
+        allow_eviction: serve though Redis has this maxmemory-policy, which may delete sessions.
         row_counts: launch with these; by default chosen by measuring.
         compile_cache: folder that keeps compiled programs from one start to the next.
         metrics_port: serve Prometheus metrics there; 0 for none.
@@ -38,6 +46,12 @@ class WorkerConfig:
     redis: str = "redis://localhost:6379/0"
     app: str = "slotstream"
     slots: int = 1024
+    max_sessions: int = 0
+    idle_timeout_s: float = 0.0
+    max_attempts: int = 5
+    rebalance: bool = False
+    partitions: frozenset[int] = frozenset()
+    partition_count: int = 0
     name: str = ""
     checkpoint_interval_s: float = 1.0
     checkpoint_bytes_per_s: float = 64 * 2**20
@@ -50,6 +64,7 @@ class WorkerConfig:
     read_ahead: int = 16
     finite: bool = False
     allow_inexact: bool = False
+    allow_eviction: str = ""
     row_counts: tuple[int, ...] = ()
     compile_cache: Path | None = None
     metrics_port: int = 0
@@ -59,6 +74,19 @@ class WorkerConfig:
         check_app(self.app)
         if self.name:
             check_worker(self.name)
+        if 0 < self.max_sessions < self.slots:
+            raise ValueError(
+                f"max_sessions is at least the {self.slots} slots, got {self.max_sessions}"
+            )
+        if self.partition_count and self.partitions - set(range(self.partition_count)):
+            raise ValueError(
+                f"partitions are 0 to {self.partition_count - 1}, got {sorted(self.partitions)}"
+            )
+        if self.max_attempts < 3:
+            raise ValueError(
+                f"max_attempts is at least 3 (two deaths in company, and one alone), "
+                f"got {self.max_attempts}"
+            )
         for name in ("slots", "reply_retention", "read_ahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
@@ -74,6 +102,10 @@ class WorkerConfig:
                 raise ValueError(f"{name} is more than 0, got {getattr(self, name)}")
         if any(count < 1 for count in self.row_counts):
             raise ValueError(f"row counts are 1 or more, got {self.row_counts}")
+
+    def serves(self, partition: int) -> bool:
+        """Whether the worker serves that partition."""
+        return not self.partitions or partition in self.partitions
 
     @property
     def worker(self) -> str:

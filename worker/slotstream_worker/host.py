@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 import numpy as np
 
 from slotstream.codec import FrameCodec
 from slotstream.ids import EntryId
 from slotstream_worker.engine.engine import Engine, Failed, Flight, Ran
+from slotstream_worker.engine.rows import Rows
 from slotstream_worker.entries import AnswerWriter, Entry, EntryReader
 from slotstream_worker.store.inbox import Raw
 from slotstream_worker.store.table import Answer, Row
 
 log = logging.getLogger(__name__)
+
+SUSPICIOUS = 2
+"""Attempts from which a session is run alone; the script that counts them stops there too."""
+
+MayRun = Callable[[int, str], bool]
+"""Asked with a suspect's partition and name before it runs alone, so that an attempt is counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,10 +39,12 @@ class Hosted:
     that ran, `read_to` that of the last entry read. Entries up to `replay_to` have been answered
     by an owner before: they run again, and nothing is published. `paused`: its reader is behind,
     and it asked that no reply be lost. `held`: why it cannot run here at all; nothing of it is
-    changed, and it goes to another worker when this one drains.
+    changed, and it goes to another worker when this one drains. `attempts`: owners that died with
+    entries of it unanswered; `tried`: this owner's attempt has been counted.
     """
 
     session: str
+    partition: int
     epoch: bytes
     cuts: bytes
     base: EntryId
@@ -47,6 +57,9 @@ class Hosted:
     in_flight: bool = False
     paused: bool = False
     held: str = ""
+    attempts: int = 0
+    tried: bool = False
+    active_at: float = field(default_factory=monotonic)
     action: str = ""
     reason: str = ""
     mark: str = ""
@@ -55,6 +68,11 @@ class Hosted:
     def settled(self) -> bool:
         """Whether the row on the device is the state after the last answer."""
         return self.position >= self.replay_to and not self.held
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what killed its owners: it then runs alone."""
+        return self.attempts >= SUSPICIOUS
 
     @property
     def runnable(self) -> bool:
@@ -72,6 +90,12 @@ class Round:
     def __bool__(self) -> bool:
         return bool(self.framed or self.plain)
 
+    def add(self, hosted: Hosted) -> None:
+        """Take the session's oldest entry in."""
+        entry = hosted.queue.popleft()
+        hosted.in_flight = True
+        (self.plain if entry.payload is None else self.framed).append((hosted, entry))
+
 
 @dataclass(frozen=True)
 class Flying:
@@ -88,18 +112,33 @@ class Flying:
 
 
 class Host:
-    """Sessions on an engine, `max_sessions` of them at most."""
+    """Sessions of all partitions on one engine, `max_sessions` of them at most."""
 
-    def __init__(self, engine: Engine, *, max_frame_bytes: int, finite: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, *, max_sessions: int, max_frame_bytes: int, finite: bool = False
+    ) -> None:
         model = engine.model
-        self.engine = engine
+        self.engine, self.max_sessions = engine, max_sessions
+        self.rows = Rows(engine.pool)
         self.frames = FrameCodec(model.dtype.name, model.frame_shape, max_bytes=max_frame_bytes)
         self.reader = EntryReader(self.frames, finite=finite)
         self.writer = AnswerWriter(model)
         self.hosted: dict[str, Hosted] = {}
-        self._ready: dict[str, Hosted] = {}  # have entries waiting; in order of arrival
-        self.acting: dict[str, Hosted] = {}
-        """Sessions with answers or an action to commit."""
+        self._of: dict[int, dict[str, Hosted]] = {}
+        self._acting: dict[int, dict[str, Hosted]] = {}
+        self._ready: dict[str, Hosted] = {}  # have entries waiting; who ran last comes last
+        self._alone_next = self._publish_first = False
+
+    def __len__(self) -> int:
+        return len(self.hosted)
+
+    def of(self, partition: int) -> dict[str, Hosted]:
+        """Sessions of one partition."""
+        return self._of.setdefault(partition, {})
+
+    def acting(self, partition: int) -> dict[str, Hosted]:
+        """Sessions of one partition with answers or an action to commit."""
+        return self._acting.setdefault(partition, {})
 
     @property
     def has_work(self) -> bool:
@@ -109,20 +148,18 @@ class Host:
     @property
     def room(self) -> int:
         """Sessions that can still be taken."""
-        return self.engine.pool.free
+        return max(self.max_sessions - len(self.hosted), 0)
 
     # Sessions come and go
 
-    def adopt(self, rows: Sequence[Row]) -> list[Hosted]:
+    def adopt(self, partition: int, rows: Sequence[Row]) -> list[Hosted]:
         """Take claimed sessions in, each on its own checkpoint; an older epoch's copy goes."""
-        self.drop(self.hosted[row.session] for row in rows if row.session in self.hosted)
-        pool = self.engine.pool
-        if not pool.admit(row.session for row in rows):
-            raise RuntimeError(f"{len(rows)} sessions were claimed with room for {pool.free}")
-        adopted, states = [], {}
+        self.drop([self.hosted[row.session] for row in rows if row.session in self.hosted])
+        model, adopted, states = self.engine.model, [], {}
         for row in rows:
             hosted = Hosted(
                 row.session,
+                partition,
                 row.epoch,
                 row.cuts,
                 base=row.done,
@@ -130,18 +167,24 @@ class Host:
                 read_to=row.done,
                 replay_to=row.done,
                 weights=row.weights,
+                attempts=row.attempts,
             )
-            if row.state and row.layout != self.engine.model.spec.layout:
+            fits = not row.state or row.layout == model.spec.layout
+            states[row.session] = row.state if fits else b""
+            if not fits:
                 hosted.held = (
-                    f"its checkpoint has the layout {row.layout}, and this model's "
-                    f"state {self.engine.model.spec.layout}"
+                    f"its checkpoint has the layout {row.layout}, and this model's state "
+                    f"{model.spec.layout}"
                 )
                 log.error("session %s is left as it is: %s", row.session, hosted.held)
-            else:
-                states[row.session] = row.state
-            self.hosted[row.session] = hosted
+            elif row.weights and row.weights != model.weights:
+                log.warning(
+                    "session %s ran with weights %s so far, and goes on with %s",
+                    *(row.session, row.weights, model.weights),
+                )
+            self.hosted[row.session] = self.of(partition)[row.session] = hosted
             adopted.append(hosted)
-        pool.write(states)
+        self.rows.hold(states)
         return adopted
 
     def replay(self, hosted: Hosted, row: Row, raws: Iterable[Raw]) -> None:
@@ -178,15 +221,16 @@ class Host:
         for hosted in gone:
             del self.hosted[hosted.session]
             self._ready.pop(hosted.session, None)
-            self.acting.pop(hosted.session, None)
-        self.engine.pool.release([hosted.session for hosted in gone])
+            self.of(hosted.partition).pop(hosted.session, None)
+            self.acting(hosted.partition).pop(hosted.session, None)
+        self.rows.drop([hosted.session for hosted in gone])
 
     def finish(self, hosted: Hosted, action: str, reason: str = "", mark: str = "") -> None:
         """Run no more of a session; what is answered is committed, and then `action` is taken."""
         if not hosted.action:
             hosted.action, hosted.reason, hosted.mark = action, reason, mark
             hosted.queue.clear()
-            self.acting[hosted.session] = hosted
+            self.acting(hosted.partition)[hosted.session] = hosted
 
     def resume(self, sessions: Iterable[Hosted]) -> None:
         """Run sessions again that were paused for their reader."""
@@ -203,6 +247,7 @@ class Host:
         taken = 0
         for id_, raw in raws:
             hosted.read_to = id_
+            hosted.active_at = monotonic()
             if hosted.action:
                 continue
             entry = self.reader.read(id_, raw)
@@ -218,19 +263,46 @@ class Host:
 
     # Rounds
 
-    def form(self) -> Round:
-        """The oldest waiting entry of every session that has one."""
-        framed: list[tuple[Hosted, Entry]] = []
-        plain: list[tuple[Hosted, Entry]] = []
+    def form(self, *, may_run: MayRun = lambda _partition, _session: True) -> Round:
+        """The oldest waiting entry of every session that has one, of as many as have a slot.
+
+        A suspect runs alone, after everything before it has been published and before anything
+        after it runs: if it kills this worker, no other session's work dies with it.
+        """
+        if self._publish_first and any(self._acting.values()):
+            return Round([], [])
+        self._publish_first = False
+        suspects = [h for h in self._ready.values() if h.suspect and h.runnable]
+        if suspects and self._alone_next:
+            if any(self._acting.values()):
+                self._publish_first = True
+                return Round([], [])
+            self._alone_next, self._publish_first = False, True
+            return self._alone(suspects[0], may_run)
+        self._alone_next = True
+        return self._together()
+
+    def _alone(self, suspect: Hosted, may_run: MayRun) -> Round:
+        if not suspect.tried:
+            # Counted before it runs: there may be no after.
+            if not may_run(suspect.partition, suspect.session):
+                return Round([], [])
+            suspect.tried = True
+        formed = Round([], [])
+        formed.add(suspect)
+        return formed
+
+    def _together(self) -> Round:
+        formed, slots = Round([], []), self.engine.pool.slots
         for session, hosted in list(self._ready.items()):
-            if not hosted.runnable:
-                if not hosted.queue:
-                    del self._ready[session]
-                continue
-            entry = hosted.queue.popleft()
-            hosted.in_flight = True
-            (plain if entry.payload is None else framed).append((hosted, entry))
-        return Round(framed, plain)
+            if not hosted.queue:
+                del self._ready[session]
+            elif hosted.runnable and not hosted.suspect and len(formed.framed) < slots:
+                formed.add(hosted)
+                # Behind those that have not run: rounds rotate where slots are few.
+                del self._ready[session]
+                self._ready[session] = hosted
+        return formed
 
     def launch(self, formed: Round) -> Flying:
         """Start a round; the device computes while the caller does something else."""
@@ -239,6 +311,7 @@ class Host:
         if not formed.framed:
             return flying
         names = [hosted.session for hosted, _ in formed.framed]
+        self.rows.seat(names)
         try:
             flight = self.engine.begin(names, frames, from_rest=flying.from_rest)
         except Exception:
@@ -317,7 +390,7 @@ class Host:
         else:
             answer = self.writer.op(entry)
             if entry.reset:
-                self.engine.pool.reset(hosted.session)
+                self.rows.reset(hosted.session)
         self._answered(hosted, entry, answer)
 
     def _answered(self, hosted: Hosted, entry: Entry, answer: Answer) -> None:
@@ -325,8 +398,10 @@ class Host:
         hosted.position = entry.id
         if entry.id <= hosted.replay_to:
             return  # answered by an owner before
+        hosted.attempts = 0  # it has been answered: it kills nobody
+        hosted.active_at = monotonic()
         hosted.answers.append(answer)
-        self.acting[hosted.session] = hosted
+        self.acting(hosted.partition)[hosted.session] = hosted
         if entry.end:
             hosted.queue.clear()
             # Whatever else was to become of it: its stream ends with this very answer.

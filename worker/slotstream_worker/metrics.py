@@ -22,7 +22,13 @@ class Metrics:
         self.reconnects = counter("reconnects", "Connections to Redis opened anew")
         self.ignored = counter("control_ignored", "Control entries that were not understood")
         self.sessions = self._gauge("sessions", "Sessions held")
-        self.waiting = self._gauge("waiting", "Sessions that wait for a worker, as last seen")
+        self.parked = self._gauge("parked", "Sessions whose row is in host memory")
+        self.waiting = Gauge(
+            "slotstream_waiting",
+            "Sessions that wait for a worker, as last seen (128 at most are looked at)",
+            ["partition"],
+            registry=self.registry,
+        )
         self.inexact = self._gauge("inexact", "1 when this worker's bits differ from the app's")
         self.oldest = self._gauge(
             "oldest_checkpoint_seconds", "Age of the oldest state not checkpointed"

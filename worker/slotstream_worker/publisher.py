@@ -19,14 +19,39 @@ from slotstream_worker.store.table import Checkpoint, Commit
 _FULL_CHECK_S = 0.05
 
 
-class Publisher:
-    """Publishes a host's answers and checkpoints."""
+class Allowance:
+    """Bytes of state that may go to Redis now: so many a second, a second's worth saved up."""
 
-    def __init__(self, config: WorkerConfig, host: Host, metrics: Metrics) -> None:
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = self._left = bytes_per_s
+        self._at = time.monotonic()
+
+    def rows(self, size: int) -> int:
+        """How many rows of `size` bytes may go now; at least one a second, whatever its size."""
+        now = time.monotonic()
+        self._left = min(self._left + self._rate * (now - self._at), max(self._rate, size))
+        self._at = now
+        return max(int(self._left // size), 0)
+
+    def spend(self, nbytes: int) -> None:
+        """Note what has been sent."""
+        self._left -= nbytes
+
+
+class Publisher:
+    """Publishes the answers and checkpoints of one partition's sessions."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        host: Host,
+        metrics: Metrics,
+        partition: int,
+        allowance: Allowance,
+    ) -> None:
         self.config, self.host, self.metrics = config, host, metrics
+        self._partition, self._allowance = partition, allowance
         self._unanswered: list[tuple[Hosted, Commit]] = []
-        self._allowance = config.checkpoint_bytes_per_s
-        self._allowed_at = time.monotonic()
         self._dirty: dict[str, tuple[float, Hosted]] = {}  # moved since; the oldest first
         self._full: dict[str, Hosted] = {}
         self._full_checked = 0.0
@@ -34,7 +59,13 @@ class Publisher:
     @property
     def waits(self) -> bool:
         """Whether something can be published now."""
-        return bool(self._unanswered) or any(_acts(h) for h in self.host.acting.values())
+        return bool(self._unanswered) or any(
+            _acts(h) for h in self.host.acting(self._partition).values()
+        )
+
+    @property
+    def _acting(self) -> dict[str, Hosted]:
+        return self.host.acting(self._partition)
 
     def moved(self, hosted: Hosted) -> None:
         """The session's state is ahead of its checkpoint from now on, if it was not before."""
@@ -90,7 +121,7 @@ class Publisher:
         return free
 
     def _choose(self, *, everything: bool) -> list[tuple[Hosted, Commit]]:
-        chosen = {h.session: h for h in self.host.acting.values() if _acts(h)}
+        chosen = {h.session: h for h in self._acting.values() if _acts(h)}
         saved = self._checkpoints(self._due(everything=everything), everything=everything)
         chosen.update((hosted.session, hosted) for hosted, _ in saved.values())
         return [
@@ -111,7 +142,7 @@ class Publisher:
                 due[session] = hosted
         due.update(
             (s, h)
-            for s, h in self.host.acting.items()
+            for s, h in self._acting.items()
             if h.action == "handback" and not h.in_flight and (h.answers or s in self._dirty)
         )
         return [h for h in due.values() if h.settled and h.action != "end"]
@@ -122,16 +153,11 @@ class Publisher:
         """States of the sessions whose turn it is, within the budget of bytes a second."""
         if not due:
             return {}
-        now = time.monotonic()
-        rate, size = self.config.checkpoint_bytes_per_s, max(self.host.engine.pool.slot_bytes, 1)
-        # A second's worth may be saved up, and always enough for one row.
-        self._allowance = min(self._allowance + rate * (now - self._allowed_at), max(rate, size))
-        self._allowed_at = now
-        if not everything:
-            within = int(self._allowance // size)
-            due = due[:within] + [h for h in due[within:] if h.action == "handback"]
-        self._allowance -= size * len(due)
-        states = self.host.engine.pool.read([h.session for h in due])
+        size = max(self.host.engine.pool.slot_bytes, 1)
+        within = len(due) if everything else self._allowance.rows(size)
+        due = due[:within] + [h for h in due[within:] if h.action == "handback"]
+        self._allowance.spend(size * len(due))
+        states = self.host.rows.read([h.session for h in due])
         model = self.host.engine.model
         return {
             h.session: (h, Checkpoint(state, model.spec.layout, model.weights))
@@ -157,9 +183,11 @@ class Publisher:
         sent = self._unanswered
         results = partition.table.commit([commit for _, commit in sent])
         self._unanswered = []
-        return self._settle(sent, results)
+        return self._settle(partition, sent, results)
 
-    def _settle(self, sent: Sequence[tuple[Hosted, Commit]], results: list[str]) -> list[Hosted]:
+    def _settle(
+        self, partition: Partition, sent: Sequence[tuple[Hosted, Commit]], results: list[str]
+    ) -> list[Hosted]:
         lost, over = [], []
         replies = errors = 0
         for (hosted, commit), result in zip(sent, results, strict=True):
@@ -168,6 +196,11 @@ class Publisher:
             if result == "lost":
                 # An end or a hand-back that was carried out, its answer cut off, looks the same.
                 lost.append(hosted)
+                continue
+            if result == "busy":  # an entry has come: it is not idle any more
+                hosted.action = hosted.reason = ""
+                partition.inbox.changed.add(hosted.session)
+                self._acting.pop(hosted.session, None)
                 continue
             if result == "refused":
                 hosted.answers.clear()
@@ -187,7 +220,7 @@ class Publisher:
             elif commit.answers:
                 self.moved(hosted)
             if not hosted.answers and not hosted.action:
-                self.host.acting.pop(hosted.session, None)
+                self._acting.pop(hosted.session, None)
             if result == "full":
                 hosted.paused = True
                 self._full[hosted.session] = hosted

@@ -1,11 +1,12 @@
-"""The worker's loop: poll, admit, form a round, launch, commit.
+"""The worker's loop: form a round and launch it, publish, poll, collect.
 
 While the device runs one round, the answers of the round before are published and the frames
-of the next are read. What Redis holds is the truth; everything here can be built from it.
+of the next are read. A partition that cannot be reached is left alone until it can; the others
+go on.
 
     worker = Worker(config, model)
     worker.prepare()            # measure, compile, agree with the app's other workers
-    while not stop:
+    while not worker.done:
         worker.turn()
     worker.drain()
 """
@@ -13,27 +14,30 @@ of the next are read. What Redis holds is the truth; everything here can be buil
 from __future__ import annotations
 
 import logging
+import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from slotstream_worker.agreement import agree
+from slotstream.endpoint import Endpoint
+from slotstream.lines import Line
+from slotstream.names import Keys, config_key
+from slotstream_worker.agreement import agree, partitions_of
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.host import Flying, Host, Hosted
+from slotstream_worker.host import Flying, Host
 from slotstream_worker.metrics import Metrics
-from slotstream_worker.publisher import Publisher
+from slotstream_worker.publisher import Allowance, Publisher
+from slotstream_worker.shard import Displaced, Shard
+from slotstream_worker.store.lease import Lease
 from slotstream_worker.store.partition import Partition
-from slotstream_worker.store.table import Row
+
+__all__ = ["Displaced", "Worker"]
 
 log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 0.25
 """Signals are looked at between turns, so no sleep is longer."""
-
-
-class Displaced(RuntimeError):
-    """Another process of this worker's own name has taken its sessions."""
 
 
 class Worker:
@@ -42,14 +46,17 @@ class Worker:
     def __init__(self, config: WorkerConfig, model: StreamModel) -> None:
         self.config, self.model = config, model
         self.metrics = Metrics()
-        self.partition = Partition(config)
+        self.endpoint = Endpoint(config.redis, name=f"slotstream-worker:{config.worker}")
         self.engine = Engine(model, config.slots)
-        self.host = Host(self.engine, max_frame_bytes=config.max_frame_bytes, finite=config.finite)
-        self.publisher = Publisher(config, self.host, self.metrics)
+        self.host = Host(
+            self.engine,
+            max_sessions=config.max_sessions or 4 * config.slots,
+            max_frame_bytes=config.max_frame_bytes,
+            finite=config.finite,
+        )
+        self.shards: list[Shard] = []
+        self.lease: Lease | None = None
         self._flying: Flying | None = None
-        self._connected_at = 0.0
-        self._swept_at = 0.0
-        self._judged_at = 0.0
 
     def prepare(self, progress: Callable[[int], None] = lambda _count: None) -> None:
         """Connect, agree on the row counts, compile; nothing is owned before it is done.
@@ -58,33 +65,56 @@ class Worker:
             Disagreement: the app is configured for another model, or another machine's bits.
             CannotStream: the model mixes its rows.
         """
-        self.partition.connect()
-        self.partition.lease.start()
-        exact = agree(self.partition.line, self.config, self.engine, self.partition, progress)
+        line = Line(self.endpoint.pool(config_key(self.config.app)))
+        try:
+            count = partitions_of(line, self.config)
+            everyone = [Keys(self.config.app, p) for p in range(count)]
+            served = [k for k in everyone if self.config.serves(k.partition)]
+            if self.lease is None:
+                lease = Lease(
+                    self.endpoint,
+                    served,
+                    self.config.worker,
+                    lease_s=self.config.lease_s,
+                    stall_s=self.config.stall_s,
+                )
+                lease.start()
+                self.lease = lease
+            exact = agree(line, self.endpoint, self.config, everyone, self.engine, progress)
+        finally:
+            line.close()
         self.metrics.inexact.set(0 if exact else 1)
-        self._connected_at = time.monotonic()
-        if self.config.name:
-            self._take_older_selves()
+        allowance = Allowance(self.config.checkpoint_bytes_per_s)
+        self.shards = []
+        for keys in served:
+            partition = Partition(self.config, self.endpoint, keys.partition)
+            publisher = Publisher(self.config, self.host, self.metrics, keys.partition, allowance)
+            self.shards.append(Shard(self.config, partition, self.host, publisher, self.metrics))
+        for shard in self.shards:
+            shard.join()
 
-    def connect(self) -> None:
-        """Open the connections anew, and compare what is held with what Redis says."""
-        self.partition.connect()
-        self.metrics.reconnects.inc()
-        self._connected_at = time.monotonic()
-        self.sweep()
+    @property
+    def done(self) -> bool:
+        """Whether an operator has ordered this worker to drain."""
+        return any(shard.ordered_to_drain for shard in self.shards)
 
     def turn(self) -> None:
-        """One turn of the loop. Raises `redis.RedisError` where Redis cannot be reached.
+        """One turn of the loop. An outage of a partition is noted, and waited out in later turns.
 
-        A turn that raised may be repeated after `connect`: nothing that was computed is lost.
+        Raises:
+            Displaced: a newer process of this worker's name has taken over.
+            redis.RedisError: what no waiting mends (wrong credentials, a refused command).
         """
-        self.partition.lease.beat()
-        self.collect()  # the round of a turn that raised
-        if formed := self.host.form():
+        if self.lease:
+            self.lease.beat()
+        if formed := self.host.form(may_run=self._may_run):
             self._flying = self.host.launch(formed)
-        self._publish()
-        self._poll(busy=bool(formed))
+        self._each(Shard.publish)
+        self._sleep(busy=bool(formed))
+        self._each(Shard.poll)
         self.collect()
+        self.metrics.sessions.set(len(self.host))
+        self.metrics.parked.set(self.host.rows.parked)
 
     def collect(self) -> None:
         """Wait for the round under way, if there is one."""
@@ -97,166 +127,63 @@ class Worker:
         self.metrics.round_rows.observe(frames)
 
     def drain(self) -> None:
-        """Claim no more, finish the round, checkpoint, hand every session back, end the lease."""
+        """Claim no more, finish the round, checkpoint, hand every session back, end the lease.
+
+        Raises where a partition cannot be reached for longer than a lease: its sessions are then
+        taken by others.
+        """
         self.collect()
-        for hosted in self.host.hosted.values():
-            self.host.finish(hosted, "handback")
-        while self.host.hosted:
-            lost = self.publisher.publish(self.partition, everything=True)
-            self.host.drop(lost)
-        self.partition.lease.release(self.partition.line)
+        for act in (Shard.hand_back, Shard.leave):
+            waiting = list(self.shards)
+            while waiting:
+                waiting = [s for s in waiting if not self._guarded(s, act)]
+                if any(s.outage.lasts_s > self.config.lease_s for s in waiting):
+                    raise ConnectionError(
+                        f"{len(self.host)} sessions could not be handed back: Redis cannot be "
+                        "reached; they are taken when the lease has ended"
+                    )
+                time.sleep(min((s.outage.wait_s for s in waiting), default=0.0))
+            if act is Shard.hand_back and self.lease:
+                self.lease.stop()  # before the lease is deleted, or it would come back
         log.info("drained")
 
-    def sweep(self) -> None:
-        """The slow truth: drop what is no longer held, claim anew what is, read every stream."""
-        self._swept_at = time.monotonic()
-        table = self.partition.table
-        sessions = list(self.host.hosted)
-        for session, fence in zip(sessions, table.fences(sessions), strict=True):
-            hosted = self.host.hosted[session]
-            if (
-                fence is None
-                or fence[1] != self.config.worker
-                or fence[2] != hosted.epoch
-                or not self.publisher.built_on(hosted, fence[3])
-            ):
-                self._dropped([hosted], None if fence is None else fence[1])
-            elif fence[0] == "closing" and not hosted.mark:
-                self.host.finish(hosted, "end", "close")
-        owned = table.owned()
-        missing = owned - {session.encode() for session in self.host.hosted}
-        if missing:
-            log.warning("%d sessions are owned but not held; claimed anew", len(missing))
-            self._adopt(table.take(missing, self.config.worker, "self", self.host.room).rows)
-        inbox = self.partition.inbox
-        inbox.changed.update(self.host.hosted)
-        inbox.control_changed = inbox.waiting_changed = True
-        inbox.check()
+    def close(self) -> None:
+        """Close all connections."""
+        if self.lease:
+            self.lease.stop()
+        for shard in self.shards:
+            shard.partition.close()
+        self.endpoint.close()
 
-    # One turn's parts
+    def _each(self, act: Callable[[Shard], None]) -> None:
+        for shard in self.shards:
+            self._guarded(shard, act)
 
-    def _publish(self) -> None:
-        self._dropped(self.publisher.publish(self.partition))
-        self.metrics.sessions.set(len(self.host.hosted))
+    def _guarded(self, shard: Shard, act: Callable[[Shard], None]) -> bool:
+        """Run `act` on a shard that can be reached, connecting anew first where it broke."""
+        if shard.outage.on:
+            if shard.outage.wait_s or not shard.outage.through(shard.connect):
+                return False
+            shard.outage.over()
+        return shard.outage.through(lambda: act(shard))
 
-    def _poll(self, *, busy: bool) -> None:
-        """Hear what has changed, and read it; sleeps on the socket when there is nothing to do."""
-        inbox = self.partition.inbox
-        idle = not (busy or self.publisher.waits or inbox.control_changed or self._backlog())
-        if inbox.waiting_changed and self.host.room:
-            idle = False
-        inbox.listen(self._sleep_s() if idle else 0.0)
-        if inbox.control_changed or (inbox.waiting_changed and self.host.room):
-            self._admit()
-        now = time.monotonic()
-        if now - self._swept_at > self.config.sweep_s:
-            self.sweep()
-        if (
-            now - self._judged_at > self.config.lease_s / 4
-            and now - self._connected_at > self.config.lease_s
-        ):
-            self._judged_at = now
-            self._take_from_the_dead()
-        self._read()
+    def _may_run(self, partition: int, session: str) -> bool:
+        """Ask a suspect's shard whether it may run now, which counts an attempt."""
+        (shard,) = (s for s in self.shards if s.number == partition)
+        allowed = False
 
-    def _backlog(self) -> bool:
-        hosted = self.host.hosted
-        return (
-            any(s in hosted and not hosted[s].queue for s in self.partition.inbox.changed)
-            or self.host.has_work
-        )
+        def ask(shard: Shard) -> None:
+            nonlocal allowed
+            allowed = shard.may_run(self.host.hosted[session])
 
-    def _sleep_s(self) -> float:
-        return min(_LONGEST_SLEEP_S, self.publisher.next_due_s())
+        return self._guarded(shard, ask) and allowed
 
-    def _admit(self) -> None:
-        """Apply control messages, then claim what waits while there is room."""
-        inbox, table = self.partition.inbox, self.partition.table
-        control, waiting = inbox.queues()
-        if control:
-            _, ignored, _ = table.apply_control()
-            self.metrics.ignored.inc(ignored)
-            inbox.waiting_changed = True
-        elif waiting and self.host.room:
-            self._adopt(table.claim(self.host.room))
-        self.metrics.waiting.set(waiting)
-
-    def _adopt(self, rows: Sequence[Row]) -> None:
-        if not rows:
+    def _sleep(self, *, busy: bool) -> None:
+        """Sleep on the sockets where the news comes in, while there is nothing to do."""
+        if busy or self.host.has_work or any(shard.waits for shard in self.shards):
             return
-        for row in rows:
-            if row.weights and row.weights != self.model.weights:
-                log.warning(
-                    "session %s ran with weights %s so far, and goes on with %s",
-                    row.session,
-                    row.weights,
-                    self.model.weights,
-                )
-        adopted = self.host.adopt(rows)
-        raws = self.partition.inbox.between(
-            {row.session: (row.cursor, row.done) for row in rows if row.cursor < row.done}
-        )
-        for hosted, row in zip(adopted, rows, strict=True):
-            self.host.replay(hosted, row, raws.get(row.session, ()))
-            self.metrics.replayed.inc(len(hosted.queue))
-            if row.cursor < row.done:
-                self.publisher.moved(hosted)
-        self.partition.inbox.changed.update(row.session for row in rows)
-
-    def _read(self) -> None:
-        """Read the streams that changed, of the sessions whose own queue has run out."""
-        inbox, hosted = self.partition.inbox, self.host.hosted
-        inbox.changed.intersection_update(hosted)
-        ask = {
-            s: hosted[s].read_to
-            for s in inbox.changed
-            if not hosted[s].queue and not hosted[s].held and hosted[s].action != "end"
-        }
-        if ask:
-            for session, raws in inbox.read(ask, self.config.read_ahead).items():
-                self.host.feed(session, raws)
-        self.host.resume(self.publisher.caught_up(self.partition))
-
-    # Who owns what
-
-    def _dropped(self, lost: Sequence[Hosted], owner: str | None = None) -> None:
-        if not lost:
-            return
-        self.metrics.lost.inc(len(lost))
-        self.host.drop(lost)
-        if self.config.name:
-            fences = self.partition.table.fences([h.session for h in lost])
-            for owner in {fence[1] for fence in fences if fence}:
-                if owner != self.config.worker and owner.rpartition(".")[0] == self.config.name:
-                    raise Displaced(
-                        f"{owner}, a newer process of the name {self.config.name}, has "
-                        "taken this one's sessions; this one stops"
-                    )
-        self._swept_at = 0.0  # what is still this worker's own is claimed anew at once
-
-    def _take_older_selves(self) -> None:
-        table, own = self.partition.table, self.config.worker
-        for worker in table.workers():
-            if worker != own and worker.rpartition(".")[0] == self.config.name:
-                self._take(worker, "name")
-
-    def _take_from_the_dead(self) -> None:
-        table = self.partition.table
-        workers = [w for w in table.workers() if w != self.config.worker]
-        for worker, alive in zip(workers, table.alive(workers), strict=True):
-            if not alive:
-                self._take(worker, "dead")
-
-    def _take(self, worker: str, why: str) -> None:
-        table = self.partition.table
-        sessions = table.owned(worker)
-        taken = table.take(sessions, worker, why, self.host.room)
-        self._adopt(taken.rows)
-        log.info(
-            "took %d sessions of %s (%s); %d put back, %d closed",
-            len(taken.rows),
-            worker,
-            why,
-            taken.put_back,
-            taken.closed,
-        )
+        up = [shard for shard in self.shards if not shard.outage.on]
+        waits = [shard.outage.wait_s for shard in self.shards if shard.outage.on]
+        due = [shard.publisher.next_due_s() for shard in up]
+        inboxes = [shard.partition.inbox for shard in up]
+        select.select(inboxes, [], [], min([_LONGEST_SLEEP_S, *waits, *due]))

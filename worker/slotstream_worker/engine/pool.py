@@ -276,7 +276,8 @@ class Pool:
                 padded.append(block)
             self.arrays = _scatter(self.arrays, indices, padded)
             start += len(part)
-        self._zero([self._held[s].index for s in rows if s not in full])
+        # A slot that has not left rest is zero already.
+        self._zero([self._held[s].index for s in rows if s not in full and self._held[s].has_state])
         for session in rows:
             slot = self._held[session]
             slot.has_state, slot.generation = session in full, self._next_generation()

@@ -9,7 +9,7 @@ over all streams is the truth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from redis.exceptions import ResponseError
@@ -22,6 +22,18 @@ Raw = tuple[EntryId, list[bytes]]
 """An entry: its id, and its fields and values in turn."""
 
 STREAMS_A_READ = 512
+CONTROL_A_READ = "64"
+WAITING_A_READ = "127"
+
+
+class Queues(NamedTuple):
+    """Control entries (id, session), sessions that wait, and what an operator asks."""
+
+    control: list[tuple[bytes, str]]
+    waiting: list[str]
+    order: str
+
+
 _CHANNEL = "__redis__:invalidate"
 
 
@@ -31,7 +43,7 @@ class Inbox:
     Two connections: one reads (and is thereby tracked), one hears what has changed.
     """
 
-    def __init__(self, pool: redis.ConnectionPool, keys: Keys) -> None:
+    def __init__(self, pool: redis.ConnectionPool, keys: Keys, worker: str) -> None:
         self.keys = keys
         self._news = Line(pool)
         listener = self._news.call("CLIENT", "ID")
@@ -40,7 +52,9 @@ class Inbox:
         self._reader.call("CLIENT", "TRACKING", "ON", "REDIRECT", listener)
         self._in = (keys.prefix + "in:").encode()
         self._pinged = False
-        self.control_changed = self.waiting_changed = True
+        self._order_key = keys.order(worker)
+        self.news = True
+        """Whether control, the queue or the order to this worker may have changed."""
         self.changed: set[str] = set()
         """Sessions whose stream may hold entries that have not been read."""
 
@@ -61,16 +75,21 @@ class Inbox:
     def _note(self, key: bytes) -> None:
         if key.startswith(self._in):
             self.changed.add(key[len(self._in) :].decode("latin-1"))
-        elif key == self.keys.control.encode():
-            self.control_changed = True
-        elif key == self.keys.waiting.encode():
-            self.waiting_changed = True
+        else:
+            self.news = True
 
-    def queues(self) -> tuple[int, int]:
-        """Entries of `control` and sessions of `waiting`, each now watched again."""
-        control, waiting = self._calls([("XLEN", self.keys.control), ("ZCARD", self.keys.waiting)])
-        self.control_changed, self.waiting_changed = control > 0, waiting > 0
-        return control, waiting
+    def queues(self) -> Queues:
+        """The start of `control` and of the queue, and the order; all watched again."""
+        self.news = False
+        control, waiting, order = self._calls(
+            [
+                ("XRANGE", self.keys.control, "-", "+", "COUNT", CONTROL_A_READ),
+                ("ZRANGE", self.keys.waiting, "0", WAITING_A_READ),
+                ("GET", self._order_key),
+            ]
+        )
+        entries = [(id_, _session(fields)) for id_, fields in control]
+        return Queues(entries, [raw.decode() for raw in waiting], (order or b"").decode())
 
     def read(self, positions: Mapping[str, EntryId], count: int) -> dict[str, list[Raw]]:
         """Up to `count` entries behind each session's position; the streams are watched again.
@@ -133,6 +152,10 @@ class Inbox:
         self._pinged = True
         self._news.send("PING")
 
+    def fileno(self) -> int:
+        """File descriptor of the connection that hears, for waiting on several."""
+        return self._news.fileno()
+
     def close(self) -> None:
         """Close both connections."""
         self._news.close()
@@ -147,3 +170,9 @@ class Inbox:
                     raise answer
                 answers[k] = missing
         return answers
+
+
+def _session(fields: list[bytes]) -> str:
+    """The session that a control entry names; a name that none can have where it is unreadable."""
+    names = dict(zip(fields[::2], fields[1::2], strict=False))
+    return names.get(b"session", b"").decode("latin-1")

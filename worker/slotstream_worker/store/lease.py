@@ -7,10 +7,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
-import redis
 from redis.exceptions import RedisError
 
+from slotstream.endpoint import Endpoint
 from slotstream.lines import Line
 from slotstream.names import Keys
 
@@ -23,28 +24,34 @@ def whereabouts() -> str:
 
 
 class Lease:
-    """Renews `lease:<worker>` from a thread of its own, so that a compile does not starve it.
+    """Renews `lease:<worker>` of each partition, from a thread, so that no compile starves it.
 
     The loop says that it makes progress by `beat`; one that has not for `stall_s` is stuck, and
     its lease runs out so that others can take its sessions.
     """
 
     def __init__(
-        self, pool: redis.ConnectionPool, keys: Keys, worker: str, *, lease_s: float, stall_s: float
+        self,
+        endpoint: Endpoint,
+        partitions: Sequence[Keys],
+        worker: str,
+        *,
+        lease_s: float,
+        stall_s: float,
     ) -> None:
-        self.keys, self.worker, self.lease_s, self.stall_s = keys, worker, lease_s, stall_s
-        self._pool = pool
+        self.partitions, self.worker = partitions, worker
+        self.lease_s, self.stall_s = lease_s, stall_s
+        self._endpoint = endpoint
         self._beat = time.monotonic()
+        self._lines: dict[int, Line] = {}
+        self._failing: set[int] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
         """Take the lease now (raises where Redis cannot be reached), then renew it."""
-        line = Line(self._pool)
-        try:
-            self._renew(line)
-        finally:
-            line.close()
+        for keys in self.partitions:
+            self._renew(keys)
         self._thread.start()
 
     def beat(self) -> None:
@@ -52,30 +59,21 @@ class Lease:
         self._beat = time.monotonic()
 
     def stop(self) -> None:
-        """Renew no more; the lease runs out by itself unless `release` ends it."""
+        """Renew no more; the lease runs out by itself unless it is deleted."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    def release(self, line: Line) -> None:
-        """End the lease at once; the worker owns nothing any more."""
-        self.stop()
-        line.calls(
-            [("DEL", self.keys.lease(self.worker)), ("SREM", self.keys.workers, self.worker)]
-        )
-
-    def _renew(self, line: Line) -> None:
+    def _renew(self, keys: Keys) -> None:
+        line = self._lines.get(keys.partition)
+        if line is None:
+            line = self._lines[keys.partition] = Line(self._endpoint.pool(keys.control))
+        expires = ("PX", int(self.lease_s * 1000))
         # In `workers` first: whoever looks for the dead must find everyone who can own.
         answers = line.calls(
             [
-                ("SADD", self.keys.workers, self.worker),
-                (
-                    "SET",
-                    self.keys.lease(self.worker),
-                    whereabouts(),
-                    "PX",
-                    int(self.lease_s * 1000),
-                ),
+                ("SADD", keys.workers, self.worker),
+                ("SET", keys.lease(self.worker), whereabouts(), *expires),
             ]
         )
         for answer in answers:
@@ -83,25 +81,31 @@ class Lease:
                 raise answer
 
     def _run(self) -> None:
-        line: Line | None = None
-        failing = False
+        stalled = False
         while not self._stop.wait(self.lease_s / 4):
             if time.monotonic() - self._beat > self.stall_s:
-                log.error(
-                    "the loop has made no progress for %.0f s; the lease is left to expire",
-                    self.stall_s,
-                )
+                if not stalled:
+                    log.error(
+                        "the loop has made no progress for %.0f s; the lease is left to expire",
+                        self.stall_s,
+                    )
+                stalled = True
                 continue
-            try:
-                line = line or Line(self._pool)
-                self._renew(line)
-                failing = False
-            except (RedisError, OSError) as error:
-                if not failing:  # once an outage, not once a try
-                    log.warning("the lease cannot be renewed: %s", error)
-                failing = True
-                if line:
-                    line.close()
-                line = None
-        if line:
+            stalled = False
+            for keys in self.partitions:
+                self._try(keys)
+        for line in self._lines.values():
             line.close()
+
+    def _try(self, keys: Keys) -> None:
+        """Renew one partition's lease; a failure is logged once an outage, not once a try."""
+        try:
+            self._renew(keys)
+            self._failing.discard(keys.partition)
+        except (RedisError, OSError) as error:
+            if keys.partition not in self._failing:
+                log.warning("partition %d: the lease cannot be renewed: %s", keys.partition, error)
+            self._failing.add(keys.partition)
+            if line := self._lines.pop(keys.partition, None):
+                line.close()
+            self._endpoint.forget()

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from slotstream.connect import connection_pool
+import logging
+import re
+
+from slotstream.endpoint import Endpoint
 from slotstream.lines import Line
 from slotstream.names import Keys
 from slotstream_worker.config import WorkerConfig
+from slotstream_worker.store.appconfig import Disagreement
 from slotstream_worker.store.inbox import Inbox
-from slotstream_worker.store.lease import Lease
 from slotstream_worker.store.table import SlotTable
+
+log = logging.getLogger(__name__)
 
 
 class Partition:
-    """Everything a worker has open to Redis. `connect` opens it, again after it broke."""
+    """What a worker has open to one partition. `connect` opens it, again after it broke."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, endpoint: Endpoint, partition: int = 0) -> None:
         self.config = config
-        self.keys = Keys(config.app)
-        self._pool = connection_pool(config.redis, name=f"slotstream-worker:{config.worker}")
-        self.lease = Lease(
-            self._pool, self.keys, config.worker, lease_s=config.lease_s, stall_s=config.stall_s
-        )
+        self.keys = Keys(config.app, partition)
+        self._endpoint = endpoint
         self._open: tuple[Line, Inbox, SlotTable] | None = None
 
     def connect(self) -> None:
-        """Open the connections, closing what is left of older ones."""
+        """Open the connections, to whoever holds the partition now."""
         self.close()
-        line = Line(self._pool)
+        self._endpoint.forget()
+        pool = self._endpoint.pool(self.keys.control)
+        line = Line(pool)
         try:
-            inbox = Inbox(self._pool, self.keys)
+            inbox = Inbox(pool, self.keys, self.config.worker)
         except BaseException:
             line.close()
             raise
@@ -38,6 +42,8 @@ class Partition:
             self.config.worker,
             reply_ttl_s=self.config.reply_ttl_s,
             retention=self.config.reply_retention,
+            max_attempts=self.config.max_attempts,
+            declares=self._endpoint.cluster,
         )
         self._open = (line, inbox, table)
 
@@ -47,6 +53,30 @@ class Partition:
             self._open[0].close()
             self._open[1].close()
             self._open = None
+
+    def refuse_eviction(self) -> None:
+        """Raise `Disagreement` where Redis may delete rows to make room.
+
+        A policy is named to be allowed all the same. One that deletes only keys that expire can
+        take leases and the replies of closed sessions: that costs takeovers, and is warned of.
+        """
+        info = self.line.call("INFO", "memory").decode()
+        policy = re.search(r"maxmemory_policy:(\S+)", info)
+        name = policy.group(1) if policy else "noeviction"
+        if name == self.config.allow_eviction or name == "noeviction":
+            return
+        if name.startswith("allkeys"):
+            raise Disagreement(
+                f"Redis has maxmemory-policy {name}, which deletes sessions without a word when "
+                "memory is short; set it to noeviction (writes are then refused, and waited for), "
+                f"or say --allow-eviction {name}"
+            )
+        log.warning("Redis has maxmemory-policy %s: leases may go before their time", name)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connections have been opened."""
+        return self._open is not None
 
     @property
     def line(self) -> Line:

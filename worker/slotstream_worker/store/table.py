@@ -6,9 +6,9 @@ answer was lost. Values cross here as Redis gives them: ids stay bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from slotstream.ids import EntryId
 from slotstream.lines import Arg, Line
@@ -19,6 +19,16 @@ SESSIONS_A_CALL = 128
 BYTES_A_CALL = 256 * 1024
 """A script holds Redis while it runs; these keep one to about a millisecond."""
 CLAIM_BYTES = 8 * 2**20
+SESSIONS_A_TAKE = 16
+
+
+class Fence(NamedTuple):
+    """What a session's row says of its owner, and of how far it is."""
+
+    status: str
+    owner: str
+    epoch: bytes
+    done: EntryId
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,12 @@ class Row:
     weights: str
     layout: str
     state: bytes
+    attempts: int = 0
 
     @classmethod
     def parse(cls, raw: Sequence[bytes]) -> Row:
         """Read a row as the scripts return it."""
-        session, epoch, cursor, done, cuts, count, skipped, weights, layout, state = raw
+        session, epoch, cursor, done, cuts, count, skipped, weights, layout, state, attempts = raw
         return cls(
             session.decode(),
             epoch,
@@ -51,6 +62,7 @@ class Row:
             weights.decode(),
             layout.decode(),
             state,
+            int(attempts or 0),
         )
 
 
@@ -127,11 +139,12 @@ class Commit:
 
 @dataclass(frozen=True)
 class Taken:
-    """Outcome of `take`: rows now owned, how many were put back in the queue, how many closed."""
+    """Outcome of `take`: rows now owned; how many were put back, were closed, were set aside."""
 
     rows: list[Row] = field(default_factory=list)
     put_back: int = 0
     closed: int = 0
+    set_aside: int = 0
 
 
 class SlotTable:
@@ -143,44 +156,76 @@ class SlotTable:
         worker: the worker's own name, `<name>.<nonce>`.
         reply_ttl_s: how long the replies of a closed session stay.
         retention: how many replies an open session keeps.
+        max_attempts: owners a session may have ended before it is set aside.
+        declares: name every key in each call, as a cluster needs; otherwise one is enough.
     """
 
     def __init__(
-        self, line: Line, keys: Keys, worker: str, *, reply_ttl_s: float, retention: int
+        self,
+        line: Line,
+        keys: Keys,
+        worker: str,
+        *,
+        reply_ttl_s: float,
+        retention: int,
+        max_attempts: int,
+        declares: bool = False,
     ) -> None:
         self.line, self.keys, self.worker = line, keys, worker
-        self._common: tuple[Arg, ...] = (keys.prefix, int(reply_ttl_s * 1000), retention)
+        self._common: tuple[Arg, ...] = (
+            *(keys.prefix, int(reply_ttl_s * 1000), retention, max_attempts),
+        )
+        self._declares = declares
 
-    def apply_control(self, limit: int = 64) -> tuple[int, int, int]:
-        """Apply the oldest control entries; how many were applied, not understood, are left."""
-        applied, ignored, left = self._run("control", limit)
-        return applied, ignored, left
+    def apply_control(self, entries: Sequence[tuple[bytes, str]]) -> tuple[int, int]:
+        """Apply control entries (ids and sessions) as read from the start of the stream.
 
-    def claim(self, room: int) -> list[Row]:
-        """Own the sessions that have waited longest, `room` at most."""
-        return [
-            Row.parse(raw)
-            for raw in self._run("claim", self.worker, min(room, SESSIONS_A_CALL), CLAIM_BYTES)
-        ]
+        Returns how many were applied, and how many were not understood.
+        """
+        args = [part for entry in entries for part in entry]
+        applied, ignored = self._run("control", [s for _, s in entries], *args)
+        return applied, ignored
+
+    def claim(self, sessions: Sequence[str]) -> list[Row]:
+        """Own sessions that wait, those among them that still do."""
+        raws = self._run("claim", sessions, self.worker, CLAIM_BYTES, *sessions)
+        return [Row.parse(raw) for raw in raws]
 
     def take(self, sessions: Iterable[bytes], old: str, why: str, room: int) -> Taken:
         """Take what `old` owns: it is `dead`, of the same `name`, or the worker `self`."""
-        rows: list[Row] = []
-        put_back = closed = 0
+        taken = Taken()
+        names = [raw.decode() for raw in sessions]
         # Called for no sessions too: a worker that owns nothing is then forgotten.
-        for part in list(_parts(list(sessions), 16)) or [[]]:
-            raws, back, ended = self._run("take", self.worker, old, why, room - len(rows), *part)
-            rows += [Row.parse(raw) for raw in raws]
-            put_back, closed = put_back + back, closed + ended
-        return Taken(rows, put_back, closed)
+        for part in list(_parts(names, SESSIONS_A_TAKE)) or [[]]:
+            raws, *counts = self._run(
+                "take", part, self.worker, old, why, room - len(taken.rows), *part, also=(old,)
+            )
+            taken = Taken(
+                [*taken.rows, *map(Row.parse, raws)],
+                *(a + b for a, b in zip(_counts(taken), counts, strict=True)),
+            )
+        return taken
 
     def commit(self, commits: Sequence[Commit]) -> list[str]:
-        """Commit many sessions; for each `ok`, `applied`, `lost`, `full` or `refused`."""
+        """Commit many sessions; for each `ok`, `applied`, `lost`, `full`, `refused` or `busy`."""
         results: list[str] = []
         for batch in _batches(commits):
+            names = [commit.session for commit in batch]
             args = [arg for commit in batch for arg in commit.args()]
-            results += [raw.decode() for raw in self._run("commit", self.worker, *args)]
+            results += [raw.decode() for raw in self._run("commit", names, self.worker, *args)]
         return results
+
+    def begin_trial(self, session: str, epoch: bytes) -> bool:
+        """Count an attempt before a suspect runs; False where it is not this worker's any more."""
+        return bool(self._run("trial", [session], self.worker, session, epoch))
+
+    def forget(self, last_ids: Mapping[str, EntryId]) -> int:
+        """Tell the readers of sessions whose rows Redis has lost; returns how many."""
+        told = 0
+        for part in _parts(list(last_ids), SESSIONS_A_TAKE):
+            args = [arg for session in part for arg in (session, str(last_ids[session]))]
+            told += int(self._run("forget", part, *args))
+        return told
 
     def owned(self, worker: str | None = None) -> set[bytes]:
         """Sessions that a worker (by default this one) owns."""
@@ -197,28 +242,34 @@ class SlotTable:
             for answer in self.line.calls([("EXISTS", self.keys.lease(w)) for w in workers])
         ]
 
-    def fences(self, sessions: Sequence[str]) -> list[tuple[str, str, bytes, EntryId] | None]:
-        """Status, owner, epoch and done of each session's row; None where there is none."""
-        answers = self.line.calls(
-            [("HMGET", self.keys.row(s), "status", "owner", "epoch", "done") for s in sessions]
-        )
-        found: list[tuple[str, str, bytes, EntryId] | None] = []
-        for answer in answers:
+    def fences(self, sessions: Sequence[str]) -> list[Fence | None]:
+        """What fences each session's row; None where there is no row at all."""
+        commands = [
+            ("HMGET", self.keys.row(s), "status", "owner", "epoch", "done") for s in sessions
+        ]
+        found: list[Fence | None] = []
+        for answer in self.line.calls(commands):
             if isinstance(answer, Exception):
                 raise answer
             status, owner, epoch, done = answer
-            found.append(
-                None
-                if done is None
-                else (status.decode(), owner.decode(), epoch, EntryId.parse(done))
-            )
+            found.append(None if status is None else Fence(
+                status.decode(), (owner or b"").decode(), epoch or b"",
+                EntryId.parse(done or b"0-0")))  # fmt: skip
         return found
 
-    def _run(self, name: str, *args: Arg) -> Any:
-        return self.line.script(script(name), [self.keys.control], [*self._common, *args])
+    def _run(self, name: str, sessions: Iterable[str], *args: Arg, also: Sequence[str] = ()) -> Any:
+        keys: list[Arg] = [self.keys.control]
+        if self._declares:
+            keys += self.keys.shared(self.worker, *also)
+            keys += [key for session in sessions for key in self.keys.of(session)]
+        return self.line.script(script(name), keys, [*self._common, *args])
 
 
-def _parts(items: list[bytes], size: int) -> Iterator[list[bytes]]:
+def _counts(taken: Taken) -> tuple[int, int, int]:
+    return taken.put_back, taken.closed, taken.set_aside
+
+
+def _parts(items: list[str], size: int) -> Iterator[list[str]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
 

@@ -1,13 +1,19 @@
--- Claim the sessions that have waited longest. ARGV[4] worker, ARGV[5] how many at most,
--- ARGV[6] bytes of state to return at most (one session always). Returns their rows.
-local worker, room, budget = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+-- Claim sessions that wait. ARGV[5] worker, ARGV[6] bytes of state to return at most (one session
+-- always), ARGV[7...] the sessions, as read from the front of the queue. One that another worker
+-- has claimed meanwhile is passed over. Returns their rows.
+local worker, budget = ARGV[5], tonumber(ARGV[6])
 local claimed = {}
-for _, session in ipairs(redis.call('ZRANGE', prefix .. 'waiting', 0, room - 1)) do
+for i = 7, #ARGV do
+  local session = ARGV[i]
   local row = row_of(session)
   if row and row.status == 'waiting' then
-    budget = budget - redis.call('HSTRLEN', key('slot', session), 'state')
-    if budget < 0 and #claimed > 0 then break end
-    claimed[#claimed + 1] = own(session, row, worker)
+    if tonumber(row.attempts) >= max_attempts then
+      set_aside(session, row)
+    else
+      budget = budget - redis.call('HSTRLEN', key('slot', session), 'state')
+      if budget < 0 and #claimed > 0 then break end
+      claimed[#claimed + 1] = own(session, row, worker)
+    end
   else
     redis.call('ZREM', prefix .. 'waiting', session)
   end

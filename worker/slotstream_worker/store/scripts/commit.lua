@@ -2,15 +2,16 @@
 -- Fenced by owner, epoch, cuts and the `done` built on; safe to repeat. Nothing of a session is
 -- written before all of it is checked, and one that fails does not touch the next.
 --
--- ARGV[4] worker, then for each session
+-- ARGV[5] worker, then for each session
 --   session epoch cuts base action reason mark n checkpoint
 --     action: '' | 'handback' | 'end' (then reason, and the close mark that was reached, or '')
 --     checkpoint: '1', then state layout weights; or '0'
 --   n answers: id, '1' where it had no effect on the state, number of fields, field value ...
 --
 -- Returns for each session: ok | applied (the retry of a commit that was carried out) | lost |
--- full (ok, and its replies wait for their reader) | refused (`out` holds a later id already).
-local worker = ARGV[4]
+-- full (ok, and its replies wait for their reader) | refused (`out` holds a later id already) |
+-- busy (an idle session was to end, and an entry has come).
+local worker = ARGV[5]
 
 local function commit(session, epoch, cuts, base, action, reason, mark, state, layout, weights,
                       answers)
@@ -52,6 +53,7 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
     finish(session, row, reason, ending.id, {unpack(ARGV, ending.from, ending.to)}, mark)
     return 'ok'
   end
+  if action == 'end' and reason == 'idle' and unanswered(session, row) then return 'busy' end
   if action == 'end' then
     row.done = last
     finish(session, row, reason, nil, nil, mark)
@@ -70,6 +72,7 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
       redis.call('HSET', slot, 'skipped', before .. table.concat(skipped, ' ') .. ' ')
     end
   end
+  if #answers > 0 and row.attempts ~= '0' then redis.call('HSET', slot, 'attempts', '0') end
   if action == 'handback' then
     row.done = last
     requeue(session, row)
@@ -80,7 +83,7 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
   return 'ok'
 end
 
-local results, i = {}, 5
+local results, i = {}, 6
 while i <= #ARGV do
   local session, epoch, cuts, base = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
   local action, reason, mark = ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]

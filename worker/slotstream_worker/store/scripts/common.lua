@@ -1,9 +1,10 @@
--- What every script begins with. A session's keys are made from the partition's prefix, so all
--- keys of a script lie in one hash slot; KEYS[1], a key of that partition, only routes the call.
+-- What every script begins with. All keys of a script lie in one hash slot, that of the prefix.
+-- Keys are built from the prefix; on a cluster the caller declares all of them in KEYS as well, so
+-- that Redis answers TRYAGAIN or ASK while the slot moves, instead of showing a row as absent.
 --
 -- ARGV[1] prefix, "{app:p}:"   ARGV[2] how long replies of a closed session stay, ms
--- ARGV[3] replies an open session keeps
-local prefix, reply_ttl, retention = ARGV[1], ARGV[2], ARGV[3]
+-- ARGV[3] replies an open session keeps   ARGV[4] attempts after which a session is set aside
+local prefix, reply_ttl, retention, max_attempts = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 local function key(kind, session) return prefix .. kind .. ':' .. session end
 
@@ -45,7 +46,8 @@ local function last_id(stream)
   return '0-0'
 end
 
-local FIELDS = {'status', 'owner', 'epoch', 'cursor', 'done', 'cuts', 'token', 'mark', 'replies'}
+local FIELDS = {'status', 'owner', 'epoch', 'cursor', 'done', 'cuts', 'token', 'mark', 'replies',
+                'attempts'}
 
 local function row_of(session)
   local values = redis.call('HMGET', key('slot', session), unpack(FIELDS))
@@ -62,11 +64,25 @@ local function enqueue(session, class)
   redis.call('ZADD', prefix .. 'waiting', class * 4503599627370496 + arrival, session)
 end
 
+-- The last reply of a session, and its row a tombstone that goes when the replies go.
+local function bury(session, row, id, reply)
+  local slot, outbox = key('slot', session), key('out', session)
+  -- Refused only where no larger id exists; the session must end all the same.
+  redis.pcall('XADD', outbox, id, unpack(reply))
+  redis.call('DEL', key('in', session), slot)
+  redis.call('HSET', slot, 'status', 'closed', 'token', row.token, 'end', id)
+  redis.call('PEXPIRE', slot, reply_ttl)
+  redis.call('PEXPIRE', outbox, reply_ttl)
+  redis.call('ZREM', prefix .. 'waiting', session)
+  redis.call('SREM', prefix .. 'sessions', session)
+  if row.owner ~= '' then redis.call('SREM', prefix .. 'owned:' .. row.owner, session) end
+end
+
 -- Close a session: its last reply, `in` deleted, the row a tombstone that goes when the replies go.
 -- `id` and `fields` are the answer that the end rides on, if it answers an entry; `mark` is the
 -- id of a close mark that was reached, which is not counted.
 local function finish(session, row, reason, id, fields, mark)
-  local inbox, outbox, slot = key('in', session), key('out', session), key('slot', session)
+  local inbox, outbox = key('in', session), key('out', session)
   -- pcall: a producer that made `in` something else than a stream ends its own session only.
   redis.pcall('XTRIM', inbox, 'MINID', '=', after(id or row.done))
   local cancelled = redis.pcall('XLEN', inbox)
@@ -82,15 +98,36 @@ local function finish(session, row, reason, id, fields, mark)
     local a, b = last_id(inbox), last_id(outbox)
     id = after(later(a, b) and a or b)
   end
-  -- Refused only where no larger id exists; the session must end all the same.
-  redis.pcall('XADD', outbox, id, unpack(reply))
-  redis.call('DEL', inbox, slot)
-  redis.call('HSET', slot, 'status', 'closed', 'token', row.token, 'end', id)
-  redis.call('PEXPIRE', slot, reply_ttl)
-  redis.call('PEXPIRE', outbox, reply_ttl)
-  redis.call('ZREM', prefix .. 'waiting', session)
-  redis.call('SREM', prefix .. 'sessions', session)
-  if row.owner ~= '' then redis.call('SREM', prefix .. 'owned:' .. row.owner, session) end
+  bury(session, row, id, reply)
+end
+
+-- The entries after `done` that are no close mark: the first one's id, and how many follow it.
+local function unanswered(session, row)
+  local found = redis.pcall('XRANGE', key('in', session), '(' .. row.done, '+')
+  local first, behind = nil, 0
+  for _, entry in ipairs(found.err and {} or found) do
+    if entry[1] ~= row.mark then
+      if first then behind = behind + 1 else first = entry[1] end
+    end
+  end
+  return first, behind
+end
+
+-- A session that ended too many of its owners: its reader is told, its row and entries are kept
+-- under other keys, where they can be listed and from where it can be retried.
+local function set_aside(session, row)
+  local first, behind = unanswered(session, row)
+  redis.call('RENAME', key('slot', session), key('aside', session))
+  redis.call('HSET', key('aside', session), 'set_aside', redis.call('TIME')[1], 'at', first or '')
+  if redis.call('EXISTS', key('in', session)) == 1 then
+    redis.call('RENAME', key('in', session), key('aside-in', session))
+  end
+  redis.call('SADD', prefix .. 'aside', session)
+  local text = 'the session was running each time its worker died, ' .. row.attempts ..
+               ' times, and has been set aside; an operator can list and retry it'
+  bury(session, row, first or after(row.done),
+       {'error', cmsgpack.pack({code = 'quarantined', message = text}), 'end', '1',
+        'reason', 'quarantined', 'cancelled', tostring(behind)})
 end
 
 local function requeue(session, row)
@@ -112,7 +149,7 @@ local function own(session, row, worker)
     redis.pcall('XADD', outbox, '0-1', 'op', 'opened', 'worker', worker)
   end
   local held = redis.call('HMGET', slot, 'epoch', 'cursor', 'done', 'cuts', 'count', 'skipped',
-                          'weights', 'layout', 'state')
+                          'weights', 'layout', 'state', 'attempts')
   table.insert(held, 1, session)
   return held
 end

@@ -1,5 +1,7 @@
 -- Apply the oldest control entries, in order, and delete them. Any worker may, full or not.
--- ARGV[4] how many at most. Returns {applied, not understood, left}.
+-- ARGV[5...] their ids and sessions in turn, as read from the start of the stream. Those that
+-- another worker has applied meanwhile are passed over; at one that is not the oldest this stops.
+-- Returns {applied, not understood}.
 local control = prefix .. 'control'
 
 local function open(session, entry)
@@ -29,21 +31,33 @@ local function close(session)
   end
 end
 
-local applied, ignored = 0, 0
-for _, item in ipairs(redis.call('XRANGE', control, '-', '+', 'COUNT', ARGV[4])) do
+-- Returns 1 where the entry is understood. Its session is the one that was declared.
+local function apply(fields, declared)
   local entry = {}
-  for i = 1, #item[2], 2 do entry[item[2][i]] = item[2][i + 1] end
+  for i = 1, #fields, 2 do entry[fields[i]] = fields[i + 1] end
   local session = entry.session or ''
-  local named = #session <= 128 and string.match(session, '^[%w%._:/%-]+$')
-  if named and entry.op == 'open' and #(entry.token or '') <= 64 then
-    open(session, entry)
-    applied = applied + 1
-  elseif named and entry.op == 'close' then
-    close(session)
-    applied = applied + 1
-  else
-    ignored = ignored + 1
+  if session ~= declared or #session > 128 or not string.match(session, '^[%w%._:/%-]+$') then
+    return 0
   end
-  redis.call('XDEL', control, item[1])
+  if entry.op == 'open' and #(entry.token or '') <= 64 then
+    open(session, entry)
+  elseif entry.op == 'close' then
+    close(session)
+  else
+    return 0
+  end
+  return 1
 end
-return {applied, ignored, redis.call('XLEN', control)}
+
+local applied, ignored = 0, 0
+for n = 5, #ARGV, 2 do
+  local oldest = redis.call('XRANGE', control, '-', '+', 'COUNT', 1)[1]
+  -- After a failover older ones may be back: they are read again, and come first.
+  if not oldest or later(ARGV[n], oldest[1]) then break end
+  if oldest[1] == ARGV[n] then
+    local understood = apply(oldest[2], ARGV[n + 1])
+    applied, ignored = applied + understood, ignored + 1 - understood
+    redis.call('XDEL', control, oldest[1])
+  end
+end
+return {applied, ignored}

@@ -1,0 +1,109 @@
+"""Rows of more sessions than there are slots: the least recently used wait in host memory.
+
+    rows = Rows(pool)
+    rows.hold({"a": b"", "b": checkpoint})    # taken in, not on the device yet
+    rows.seat(["a", "b"])                     # on the device, before a round that runs them
+
+A row moves as its bytes, so it comes back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from slotstream_worker.engine.errors import PoolFull
+from slotstream_worker.engine.pool import Pool, Session
+
+
+class Rows:
+    """The rows of all sessions held, in slots or parked."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._parked: dict[Session, bytes] = {}
+        self._seated: dict[Session, None] = {}  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._parked) + len(self._seated)
+
+    def __contains__(self, session: Session) -> bool:
+        return session in self._parked or session in self._seated
+
+    @property
+    def parked(self) -> int:
+        """Sessions whose row is in host memory."""
+        return len(self._parked)
+
+    def hold(self, rows: Mapping[str, bytes]) -> None:
+        """Take sessions in with their rows (no bytes: at rest); they take a slot when they run.
+
+        Raises:
+            ValueError: bytes that are not a row of this model's state; nothing is taken in.
+        """
+        for session, raw in rows.items():
+            if raw and len(raw) != self.pool.spec.row_bytes:
+                raise ValueError(
+                    f"session {session}: a row of this model's state takes "
+                    f"{self.pool.spec.row_bytes} bytes, got {len(raw)}"
+                )
+        self.drop(rows)
+        self._parked.update(rows)
+
+    def drop(self, sessions: Iterable[Session]) -> None:
+        """Forget sessions; a slot that becomes free is zeroed. One not held is passed over."""
+        seated = []
+        for session in sessions:
+            self._parked.pop(session, None)
+            if session in self._seated:
+                del self._seated[session]
+                seated.append(session)
+        if seated:
+            self.pool.release(seated)
+
+    def seat(self, sessions: Sequence[Session]) -> None:
+        """Put the sessions' rows into slots; the least recently used of the others make room.
+
+        Not while a round is under way: its own rows could be the ones to go.
+
+        Raises:
+            PoolFull: more sessions than slots.
+        """
+        if len(sessions) > self.pool.slots:
+            raise PoolFull(f"{len(sessions)} rows are to be seated in {self.pool.slots} slots")
+        for session in sessions:
+            if session in self._seated:  # used now: the last to go
+                del self._seated[session]
+                self._seated[session] = None
+        coming = [session for session in sessions if session not in self._seated]
+        self._park(len(coming) - self.pool.free, set(sessions))
+        if coming:
+            self.pool.admit(coming)
+            self.pool.write({session: self._parked.pop(session) for session in coming})
+            self._seated.update(dict.fromkeys(coming))
+
+    def _park(self, count: int, staying: set[Session]) -> None:
+        if count <= 0:
+            return
+        going: list[Session] = []
+        for session in self._seated:
+            if session not in staying:
+                going.append(session)
+                if len(going) == count:
+                    break
+        self._parked.update(zip(going, self.pool.read(going), strict=True))
+        for session in going:
+            del self._seated[session]
+        self.pool.release(going)
+
+    def reset(self, session: Session) -> None:
+        """Put a session back at rest."""
+        if session in self._seated:
+            self.pool.reset(session)
+        else:
+            self._parked[session] = b""
+
+    def read(self, sessions: Sequence[Session]) -> list[bytes]:
+        """The sessions' rows as bytes; no bytes for one at rest."""
+        seated = [session for session in sessions if session in self._seated]
+        found = dict(zip(seated, self.pool.read(seated), strict=True))
+        return [found[s] if s in found else self._parked[s] for s in sessions]

@@ -1,0 +1,282 @@
+"""One partition as a worker serves it: what it claims, reads, publishes, takes and hands back.
+
+Everything held here can be built from Redis, so any part may fail at any point: after an outage
+`sweep` compares what is held with what Redis says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from slotstream_worker.config import WorkerConfig
+from slotstream_worker.host import Host, Hosted
+from slotstream_worker.metrics import Metrics
+from slotstream_worker.outage import Outage
+from slotstream_worker.publisher import Publisher
+from slotstream_worker.store.inbox import Queues
+from slotstream_worker.store.partition import Partition
+from slotstream_worker.store.table import Row
+
+log = logging.getLogger(__name__)
+
+_SHED_PAUSE_S = 2.0
+"""A worker that has handed sessions on claims none for so long: they are for others."""
+
+
+class Displaced(RuntimeError):
+    """Another process of this worker's own name has taken its sessions."""
+
+
+class Shard:
+    """A partition served by one worker, on a host that it shares with the worker's others."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        partition: Partition,
+        host: Host,
+        publisher: Publisher,
+        metrics: Metrics,
+    ) -> None:
+        self.config, self.partition, self.host = config, partition, host
+        self.publisher, self.metrics = publisher, metrics
+        self.number = partition.keys.partition
+        self.outage = Outage(f"partition {self.number}")
+        self.ordered_to_drain = False
+        self._connected_at = self._swept_at = self._judged_at = 0.0
+        self._no_claims_until = 0.0
+
+    @property
+    def hosted(self) -> dict[str, Hosted]:
+        """Sessions of this partition that are held here."""
+        return self.host.of(self.number)
+
+    # One turn's parts; each raises where Redis cannot be reached, and may then be repeated
+
+    def publish(self) -> None:
+        """Commit answers and the checkpoints that are due."""
+        self._dropped(self.publisher.publish(self.partition))
+
+    def poll(self) -> None:
+        """Hear what has changed, admit, sweep and judge when it is time, and read."""
+        self.partition.inbox.listen(0.0)
+        if self.partition.inbox.news:
+            self._admit(self.partition.inbox.queues())
+        now = time.monotonic()
+        if now - self._swept_at > self.config.sweep_s:
+            self.sweep()
+        if (
+            now - self._judged_at > self.config.lease_s / 4
+            and now - self._connected_at > self.config.lease_s
+        ):
+            self._judged_at = now
+            self._take_from_the_dead()
+        self._read()
+
+    @property
+    def waits(self) -> bool:
+        """Whether `poll` or `publish` has something to do at once."""
+        if not self.partition.connected or self.outage.on:
+            return False
+        inbox = self.partition.inbox
+        return (
+            inbox.news
+            or self.publisher.waits
+            or any(s in self.hosted and not self.hosted[s].queue for s in inbox.changed)
+        )
+
+    def connect(self) -> None:
+        """Open the connections anew, and compare what is held with what Redis says."""
+        self.partition.connect()
+        self.metrics.reconnects.inc()
+        self._connected_at = time.monotonic()
+        self.sweep()
+
+    def join(self) -> None:
+        """Open the connections; take at once what older processes of this one's name own."""
+        self.partition.connect()
+        self.partition.refuse_eviction()
+        self._connected_at = time.monotonic()
+        if self.config.name:
+            for worker in self.partition.table.workers():
+                if worker != self.config.worker and self._namesake(worker):
+                    self._take(worker, "name")
+
+    def leave(self) -> None:
+        """Delete the lease: this worker owns nothing here any more."""
+        keys, worker = self.partition.keys, self.config.worker
+        self.partition.line.calls(
+            [
+                ("DEL", keys.lease(worker), keys.order(worker)),
+                ("SREM", keys.workers, worker),
+            ]
+        )
+
+    def hand_back(self) -> None:
+        """Hand back everything that is held, checkpointed where the state allows."""
+        for hosted in list(self.hosted.values()):
+            self.host.finish(hosted, "handback")
+        while self.hosted:
+            self.host.drop(self.publisher.publish(self.partition, everything=True))
+
+    def sweep(self) -> None:
+        """The slow truth: drop what is no longer held, claim anew what is, read every stream."""
+        self._swept_at = time.monotonic()
+        table, hosted = self.partition.table, self.hosted
+        names = list(hosted)
+        gone = []
+        for name, fence in zip(names, table.fences(names), strict=True):
+            one = hosted[name]
+            if fence is None:
+                gone.append(one)
+            elif (
+                fence.owner != self.config.worker
+                or fence.epoch != one.epoch
+                or not self.publisher.built_on(one, fence.done)
+            ):
+                self._dropped([one])
+            elif fence.status == "closing" and not one.mark:
+                self.host.finish(one, "end", "close")
+            elif self._idle(one):
+                self.host.finish(one, "end", "idle")
+        if gone:
+            told = table.forget({one.session: max(one.base, one.read_to) for one in gone})
+            log.error("Redis has lost %d sessions; the readers of %d were told", len(gone), told)
+            self.host.drop(gone)
+        missing = table.owned() - {name.encode() for name in self.hosted}
+        if missing:
+            log.warning("%d sessions are owned but not held; claimed anew", len(missing))
+            self._adopt(table.take(missing, self.config.worker, "self", self.host.room).rows)
+        if self.config.rebalance:
+            self._even_out()
+        inbox = self.partition.inbox
+        inbox.changed.update(self.hosted)
+        inbox.news = True
+        inbox.check()
+
+    def may_run(self, suspect: Hosted) -> bool:
+        """Count an attempt of a suspect before it runs alone; whether it is still held."""
+        if self.partition.table.begin_trial(suspect.session, suspect.epoch):
+            return True
+        self._dropped([suspect])
+        return False
+
+    # Sessions come
+
+    def _admit(self, queues: Queues) -> None:
+        """Apply control messages, obey an order, then claim what waits while there is room."""
+        inbox, table = self.partition.inbox, self.partition.table
+        if queues.control:
+            _, ignored = table.apply_control(queues.control)
+            self.metrics.ignored.inc(ignored)
+            inbox.news = True
+        if queues.order:
+            self._obey(queues.order)
+        self.metrics.waiting.labels(self.number).set(len(queues.waiting))
+        if queues.waiting and self.host.room and time.monotonic() >= self._no_claims_until:
+            self._adopt(table.claim(queues.waiting[: self.host.room]))
+            inbox.news = True
+
+    def _adopt(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        # Read before anything is taken in: a session without its replay must never run.
+        raws = self.partition.inbox.between(
+            {row.session: (row.cursor, row.done) for row in rows if row.cursor < row.done}
+        )
+        for hosted, row in zip(self.host.adopt(self.number, rows), rows, strict=True):
+            self.host.replay(hosted, row, raws.get(row.session, ()))
+            self.metrics.replayed.inc(len(hosted.queue))
+            if row.cursor < row.done:
+                self.publisher.moved(hosted)
+        self.partition.inbox.changed.update(row.session for row in rows)
+
+    def _read(self) -> None:
+        """Read the streams that changed, of the sessions whose own queue has run out."""
+        inbox, hosted = self.partition.inbox, self.hosted
+        inbox.changed.intersection_update(hosted)
+        ask = {
+            name: hosted[name].read_to
+            for name in inbox.changed
+            if not hosted[name].queue and not hosted[name].held and hosted[name].action != "end"
+        }
+        if ask:
+            for session, raws in inbox.read(ask, self.config.read_ahead).items():
+                self.host.feed(session, raws)
+        self.host.resume(self.publisher.caught_up(self.partition))
+
+    def _idle(self, hosted: Hosted) -> bool:
+        limit = self.config.idle_timeout_s
+        return (
+            limit > 0
+            and not (hosted.queue or hosted.in_flight or hosted.answers or hosted.held)
+            and time.monotonic() - hosted.active_at > limit
+        )
+
+    # Sessions go
+
+    def _dropped(self, lost: Sequence[Hosted]) -> None:
+        """Forget sessions that are another's, or that are to be claimed anew."""
+        if not lost:
+            return
+        self.metrics.lost.inc(len(lost))
+        self.host.drop(lost)
+        if self.config.name:
+            for fence in self.partition.table.fences([h.session for h in lost]):
+                if fence and fence.owner != self.config.worker and self._namesake(fence.owner):
+                    raise Displaced(
+                        f"{fence.owner}, a newer process of the name {self.config.name}, has "
+                        "taken this one's sessions; this one stops"
+                    )
+        self._swept_at = 0.0  # what is still this worker's own is claimed anew at once
+
+    def _obey(self, order: str) -> None:
+        """Do what an operator asks; an order is deleted once it is taken up."""
+        self.partition.line.call("DEL", self.partition.keys.order(self.config.worker))
+        word, _, count = order.partition(" ")
+        log.info("ordered to %s", order)
+        if word == "drain":
+            self.ordered_to_drain = True
+        elif word == "shed" and count.isdigit():
+            self._shed(int(count))
+
+    def _shed(self, count: int) -> None:
+        """Hand `count` sessions on, those that were active last the last to go."""
+        self._no_claims_until = time.monotonic() + _SHED_PAUSE_S
+        by_use = sorted(self.hosted.values(), key=lambda hosted: hosted.active_at)
+        for hosted in [h for h in by_use if not h.action][:count]:
+            self.host.finish(hosted, "handback")
+
+    def _even_out(self) -> None:
+        """Hand sessions on where this worker holds clearly more than the workers' mean."""
+        table = self.partition.table
+        workers = table.workers()
+        loads = [len(table.owned(w)) for w, alive in zip(workers, table.alive(workers), strict=True)
+                 if alive]  # fmt: skip
+        mean = sum(loads) / max(len(loads), 1)
+        if len(self.hosted) > 1.1 * mean + 1:
+            self._shed(int(len(self.hosted) - mean))
+
+    # The dead
+
+    def _namesake(self, worker: str) -> bool:
+        return bool(self.config.name) and worker.rpartition(".")[0] == self.config.name
+
+    def _take_from_the_dead(self) -> None:
+        table = self.partition.table
+        workers = [w for w in table.workers() if w != self.config.worker]
+        for worker, alive in zip(workers, table.alive(workers), strict=True):
+            if not alive:
+                self._take(worker, "dead")
+
+    def _take(self, worker: str, why: str) -> None:
+        table = self.partition.table
+        taken = table.take(table.owned(worker), worker, why, self.host.room)
+        self._adopt(taken.rows)
+        log.info(
+            "partition %d: took %d sessions of %s (%s); %d put back, %d closed, %d set aside",
+            *(self.number, len(taken.rows), worker, why),
+            *(taken.put_back, taken.closed, taken.set_aside),
+        )
