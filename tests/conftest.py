@@ -113,11 +113,14 @@ def thread_worker(redis_url: str) -> Iterator[Callable[..., ThreadedWorker]]:
 class WorkerProcess:
     """A `slotstream worker` of the test's own, ended by its pid."""
 
-    def __init__(self, url: str, log: Path, *options: str) -> None:
+    def __init__(
+        self, url: str, log: Path, *options: str, model: str = "serving_models:served"
+    ) -> None:
         self.log = log
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu"}
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "slotstream.cli", "worker", "--redis", url,
-                   "--model", "serving_models:served", "--row-counts", "4", "--slots", "16",
+                   "--model", model, "--row-counts", "4", "--slots", "16",
                    *options]
         with log.open("a") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
@@ -147,9 +150,9 @@ class WorkerProcess:
 def worker_process(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
     started: list[WorkerProcess] = []
 
-    def start(*options: str) -> WorkerProcess:
-        process = WorkerProcess(redis_url, tmp_path / "worker.log",
-                                "--compile-cache", str(tmp_path / "compiled"), *options)
+    def start(*options: str, log: str = "worker.log", **settings: str) -> WorkerProcess:
+        process = WorkerProcess(redis_url, tmp_path / log, "--compile-cache",
+                                str(tmp_path / "compiled"), *options, **settings)
         started.append(process)
         return process
 

@@ -106,4 +106,8 @@ class Link:
 
 def key_of(command: Command) -> str:
     """A command's first key."""
-    return str(command[_KEY_AT.get(command[0], 1)])
+    if command[0] == "XREAD":
+        key = command[command.index("STREAMS") + 1]
+    else:
+        key = command[_KEY_AT.get(command[0], 1)]
+    return key.decode() if isinstance(key, bytes) else str(key)

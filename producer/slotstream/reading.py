@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from slotstream.endpoint import hash_slot
 from slotstream.ids import EntryId
 from slotstream.link import Link
 from slotstream.replies import Reply
@@ -38,16 +40,28 @@ def read_replies(
     link: Link, readers: Mapping[str, Reader], block_s: float
 ) -> dict[str, list[Reply]]:
     """New replies by the readers' names, waiting up to `block_s` for the first."""
-    names = list(readers)
-    if len(names) <= _STREAMS_A_READ:
-        return _read(link, readers, names, block_s)
+    parts = _parts(link, readers)
+    if len(parts) == 1:
+        return _read(link, readers, parts[0], block_s)
     # Of several reads none may wait, since the others' replies would wait with it.
     found: dict[str, list[Reply]] = {}
-    for start in range(0, len(names), _STREAMS_A_READ):
-        found.update(_read(link, readers, names[start : start + _STREAMS_A_READ], None))
+    for part in parts:
+        found.update(_read(link, readers, part, None))
     if not found:
         time.sleep(min(block_s, _POLL_S))
     return found
+
+
+def _parts(link: Link, readers: Mapping[str, Reader]) -> list[list[str]]:
+    """Readers by what one command can read: keys of one hash slot on a cluster, not too many."""
+    by_slot: dict[int, list[str]] = defaultdict(list)
+    for name, reader in readers.items():
+        by_slot[hash_slot(reader.outbox) if link.endpoint.cluster else 0].append(name)
+    return [
+        names[start : start + _STREAMS_A_READ]
+        for names in by_slot.values()
+        for start in range(0, len(names), _STREAMS_A_READ)
+    ]
 
 
 def _read(
