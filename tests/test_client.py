@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ assert not {"jax", "jaxlib", "flax", "slotstream_worker"} & set(sys.modules)
 
 
 @pytest.mark.parametrize(("arguments", "status", "words"), [
-    (["--help"], 0, ["worker", "push", "sessions"]),
+    (["--help"], 0, ["worker    Serve a model", "push ", "sessions "]),
     (["push", "--help"], 0, ["FILE", "--out"]),
     (["worker"], 1, ["pip install 'slotstream[worker]'"]),
 ], ids=["help", "help of push", "worker"])
@@ -535,11 +536,14 @@ def test_run_takes_no_refused_push_for_a_success(client, raw, streams, expected)
 
 
 def test_run_keeps_to_the_rate(client, streams, expected):
+    started_ms = time.time() * 1000
     replies = client.run({"slow-a": streams["s0"], "slow-b": streams["s1"]}, rate_hz=50.0)
     assert bits(replies["slow-a"]) == expected["s0"]
     assert bits(replies["slow-b"]) == expected["s1"]
     for own in replies.values():
-        assert 9 / 50 * 0.8 < (own[-1].id.ms - own[0].id.ms) / 1000 < 5
+        # The ids are the times of the pushes; a late one may be made up for, none is early.
+        early = [k for k, reply in enumerate(own) if reply.id.ms < started_ms + 20 * k - 5]
+        assert not early
 
 
 def test_no_worker_is_a_timeout_that_says_what_to_look_at(nobody, streams):

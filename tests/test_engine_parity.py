@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from serving_models import ENGINE_MODELS, ConvNet, direct, scaled_up
-from slotstream_worker import StreamModel, StreamServer, models
+from serving_models import ENGINE_MODELS, direct
+from slotstream_worker import StreamModel, StreamServer
+from slotstream_worker.engine.building import build
 from slotstream_worker.engine.model import random_frames
 from slotstream_worker.engine.pool import Pool
 
 Outputs = dict[str, np.ndarray[Any, Any]]
-SLOTS = 12
+SLOTS, LONGEST = 12, 6
 PRECISE, SINGLE = np.dtype(np.float64), np.dtype(np.float32)
 
 
@@ -30,13 +31,12 @@ def _compile_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def model_of(name: str, dtype: np.dtype[Any]) -> StreamModel:
-    if name == "convolutional" and dtype == PRECISE:
-        # Flax makes running statistics in float32, which strict promotion does not mix.
-        variables = ConvNet().init(jax.random.key(0), np.zeros((1, 1, 6, 6, 1), SINGLE),
-                                   train=False)
-        variables = jax.tree.map(lambda leaf: leaf.astype(dtype), variables)
-        return models.linen(ConvNet(), scaled_up(variables), frame=5, sample_shape=(6, 6, 1),
-                            dtype=dtype)
+    if dtype == PRECISE and name not in ("gru", "lstm", "function"):
+        # The linen modules compute in the dtype of their frames and weights.
+        single = model_of(name, SINGLE)
+        weights = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), single.variables)
+        return build(single.name, single.apply, weights, frame=single.frame,
+                     sample_shape=single.sample_shape, dtype=dtype)
     return ENGINE_MODELS[name](dtype.type)
 
 
@@ -51,6 +51,15 @@ def streams(model: StreamModel, lengths: Sequence[int], seed: int) -> list[np.nd
     rng = np.random.default_rng(seed)
     return [random_frames(rng, (n, *model.frame_shape), model.dtype)
             * np.asarray(rng.uniform(0.5, 2.0), model.dtype) for n in lengths]
+
+
+def whole(model: StreamModel, stream: np.ndarray[Any, Any]) -> Outputs:
+    """Direct outputs of a stream; zeros after its end save a compilation for every length."""
+    padded = np.zeros((LONGEST, *model.frame_shape), model.dtype)
+    padded[: len(stream)] = stream
+    steps = len(stream) * model.frame
+    outputs = direct(model, padded.reshape(-1, *model.sample_shape))
+    return {name: array[:steps] for name, array in outputs.items()}
 
 
 def as_outputs(result: Any) -> Outputs:
@@ -109,13 +118,13 @@ def interleave(server: Any, work: Sequence[np.ndarray[Any, Any]], slots: int, se
 @pytest.mark.parametrize("name", ENGINE_MODELS)
 def test_interleaved_sessions_equal_one_call_over_each_whole_stream(name: str, x64: None) -> None:
     server = server_of(name, PRECISE)
-    work = streams(server.model, [6, 3, 6, 6, 3, 3, 6, 6, 3, 6, 3, 6, 6, 6, 3, 6], seed=11)
+    work = streams(server.model, [6, 3, 5, 6, 2, 3, 6, 4, 3, 6, 1, 6, 6, 5, 3, 6], seed=11)
     assert work[0].dtype == np.float64
     results, holders = interleave(server, work, slots=SLOTS // 2 + 1, seed=5)
     assert max(map(len, holders.values())) > 1, "no freed slot was taken over"
     for stream, frames in zip(work, results, strict=True):
-        expected = direct(server.model, stream.reshape(-1, *server.model.sample_shape))
-        assert all(np.ptp(array.astype(np.float64)) > 0 for array in expected.values())
+        expected = whole(server.model, stream)
+        assert any(np.ptp(array.astype(np.float64)) > 0 for array in expected.values())
         assert_close(joined(frames), expected, 1e-12)
     assert server.sessions == {}
 
@@ -130,7 +139,7 @@ def test_two_frames_of_one_round_each_equal_their_own_stream_when_queued_togethe
                for session, stream in zip(sessions, work, strict=True)]
     server.run()
     for stream, frames, session in zip(work, futures, sessions, strict=True):
-        expected = direct(server.model, stream.reshape(-1, *server.model.sample_shape))
+        expected = whole(server.model, stream)
         assert_close(joined([f.result(timeout=0) for f in frames]), expected, 1e-12)
         server.close(session)
 
@@ -202,7 +211,7 @@ def test_a_sessions_bits_do_not_depend_on_its_slot(name: str) -> None:
         assert_same_bits(outputs, seen[0][1], f"at slot {slot}")
 
 
-@pytest.mark.parametrize("name", ["recurrent", "convolutional", "function"])
+@pytest.mark.parametrize("name", ["recurrent", "function"])
 def test_the_row_counts_that_the_probe_chooses_keep_every_bit_in_any_company(name: str) -> None:
     server = StreamServer(model_of(name, SINGLE), slots=SLOTS)
     assert server.engine.probed is not None
@@ -216,13 +225,12 @@ def test_the_row_counts_that_the_probe_chooses_keep_every_bit_in_any_company(nam
                                          f"{server.engine.row_counts}")
 
 
-@pytest.mark.parametrize("name", ["dense", "lstm"])
-def test_the_row_counts_that_the_probe_chooses_serve_whole_streams(name: str, x64: None) -> None:
-    server = StreamServer(model_of(name, PRECISE), slots=SLOTS)
-    work = streams(server.model, [6, 3, 3, 6, 3, 6, 6, 3, 6, 3, 6, 6, 3, 3, 6, 6], seed=32)
+def test_the_row_counts_that_the_probe_chooses_serve_whole_streams(x64: None) -> None:
+    server = StreamServer(model_of("dense", PRECISE), slots=SLOTS)
+    work = streams(server.model, [6, 3, 3, 6, 1, 6, 5, 3, 4, 3, 6, 6, 2, 3, 6, 6], seed=32)
     results, _ = interleave(server, work, slots=SLOTS, seed=33)
     for stream, frames in zip(work, results, strict=True):
-        expected = direct(server.model, stream.reshape(-1, *server.model.sample_shape))
+        expected = whole(server.model, stream)
         assert_close(joined(frames), expected, 1e-12)
 
 

@@ -96,7 +96,8 @@ def test_a_pool_starts_empty_and_at_rest_and_says_what_a_slot_takes() -> None:
 
 
 def test_admission_gives_every_session_and_fork_target_a_slot_or_says_what_is_short() -> None:
-    pool = Pool(SMALL, 3)
+    pool = Pool(SMALL, 4)
+    pool.admit(["earlier"])
     first = pool.admit(["a"], forks=["b"])
     assert first
     assert first.taken == ("a", "b")
@@ -108,10 +109,10 @@ def test_admission_gives_every_session_and_fork_target_a_slot_or_says_what_is_sh
     assert pool.free == 1
     assert pool.admit(["c"])
     assert pool.free == 0
-    assert len(set(pool.sessions.values())) == 3
+    assert len(set(pool.sessions.values())) == 4
     assert "c" in pool
     assert "d" not in pool
-    assert len(pool) == 3
+    assert len(pool) == 4
 
 
 def test_admitting_a_session_twice_changes_nothing() -> None:
@@ -188,7 +189,7 @@ def test_a_plan_staged_ahead_counts_on_the_rows_in_flight_and_is_dropped_without
 
 
 def test_a_plan_staged_ahead_commits_after_the_round_in_flight() -> None:
-    pool = Pool(SMALL, 3)
+    pool = Pool(SMALL, 4)
     pool.admit(["a", "b"])
     flight = pool.plan(["a"], rows=2)
     staged = pool.plan(["b", "a"], rows=2, ahead=[flight])
@@ -270,7 +271,7 @@ def test_a_launch_that_outlives_its_session_writes_nothing_into_the_slots_next_h
 
 
 def test_committed_rows_hold_state_and_every_other_row_is_untouched() -> None:
-    pool = Pool(SPEC, 6)
+    pool = Pool(SPEC, 20)
     pool.admit("abcdef")
     old = run(pool, list("abcdef"), seed=1, rows=16)
     pool.reset("f")
@@ -321,13 +322,13 @@ def test_a_fork_is_a_copy_that_goes_its_own_way() -> None:
 
 
 def test_a_fork_of_a_session_at_rest_is_at_rest() -> None:
-    pool = Pool(SMALL, 3)
+    pool = Pool(SMALL, 4)
     pool.admit(["a", "b"])
     run(pool, ["b"], seed=1)
     pool.fork("a", "b")
     pool.fork("a", "c")
     assert pool.fresh == {0, 1, 2}
-    assert on_device(pool) == [nothing(pool)] * 3
+    assert on_device(pool) == [nothing(pool)] * 4
     assert pool.read(["b", "c"]) == [b"", b""]
 
 
@@ -450,7 +451,7 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(wrong: int) 
 
 
 def test_rows_of_no_bytes_put_sessions_at_rest() -> None:
-    pool = Pool(SMALL, 3)
+    pool = Pool(SMALL, 4)
     pool.admit(["a", "b", "c"])
     rows = run(pool, ["a", "b", "c"], seed=1)
     other = packed(SMALL, 1, seed=9)[0]
@@ -504,12 +505,12 @@ def test_a_model_without_state_has_rows_of_no_bytes() -> None:
 
 
 def test_warming_leaves_every_row_as_it_was() -> None:
-    pool = Pool(SMALL, 3)
+    pool = Pool(SMALL, 4)
     pool.admit(["a", "b"])
     rows = run(pool, ["a", "b"], seed=1)
     pool.warm()
     assert pool.read(["a", "b"]) == [rows["a"], rows["b"]]
-    assert on_device(pool).count(nothing(pool)) == 1
+    assert on_device(pool).count(nothing(pool)) == 2
 
 
 # Any sequence of calls, against a dict
