@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from slotstream.options import app_option, redis_option
 from slotstream_worker.config import WorkerConfig
@@ -48,11 +49,14 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(sorted({int(part) for part in value.split(",")}))
+            counts = tuple(sorted({int(part) for part in value.split(",")}))
         except ValueError:
             self.fail(
                 f"row counts are whole numbers with commas between, got {value!r}", param, ctx
             )
+        if counts[0] < 1:
+            self.fail(f"row counts are 1 or more, got {value!r}", param, ctx)
+        return counts
 
 
 class _Ranges(click.ParamType):  # type: ignore[type-arg]
@@ -324,7 +328,7 @@ def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
     try:
         report(load(model), slots, row_counts, console)
     except (BadTarget, CannotStream) as error:
-        console.print(f"[red]no[/]: {error}", highlight=False)
+        console.print(f"[red]no[/]: {escape(str(error))}", highlight=False)
         sys.exit(1)
 
 

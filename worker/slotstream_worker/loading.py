@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def load(target: str) -> StreamModel:
         BadTarget: there is no such module or attribute, or it gives something else.
     """
     name, colon, attribute = target.partition(":")
-    if not (name and colon and attribute):
+    if not (name and colon and attribute) or name.startswith("."):
         raise BadTarget(f"a model is MODULE:ATTRIBUTE, as in mymodels:gru; got {target!r}")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -43,6 +44,11 @@ def load(target: str) -> StreamModel:
             names = ", ".join(n for n in vars(module) if not n.startswith("_"))[:200]
             raise BadTarget(f"module {name!r} has no {attribute!r}; it has {names}")
         found = getattr(found, part)
+    if callable(found) and not isinstance(found, StreamModel):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise BadTarget(f"{target} is called without arguments, and takes some: {error}") from error
     model = found() if callable(found) and not isinstance(found, StreamModel) else found
     if not isinstance(model, StreamModel):
         raise BadTarget(

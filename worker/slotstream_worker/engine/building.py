@@ -44,11 +44,11 @@ def build(
             "set it, or choose another dtype"
         )
     variables = jax.tree.map(jnp.asarray, variables)
-    (outputs, state), (_, wider) = (
+    (outputs, state), (wider_outputs, wider) = (
         _abstract(name, apply, variables, None, (frame, batch, *sample_shape), dtype)
         for batch in (2, 3)
     )
-    described = _outputs(name, outputs, frame)
+    described = _outputs(name, outputs, wider_outputs, frame)
     spec = _spec(name, state, wider)
     _, again = _abstract(name, apply, variables, state, (frame, 2, *sample_shape), dtype)
     _same_state(name, state, again)
@@ -87,7 +87,7 @@ def _abstract(
         ) from error
 
 
-def _outputs(name: str, outputs: Any, frame: int) -> tuple[Output, ...]:
+def _outputs(name: str, outputs: Any, wider: Any, frame: int) -> tuple[Output, ...]:
     described = []
     if not named(outputs):
         raise CannotStream(f"{name} cannot be served: it returns no outputs")
@@ -97,7 +97,8 @@ def _outputs(name: str, outputs: Any, frame: int) -> tuple[Output, ...]:
                 f"{name} cannot be served: outputs are one array or a mapping of "
                 f"names to arrays, and {key!r} is a {type(leaf).__name__}"
             )
-        if leaf.shape[:2] != (frame, 2):
+        grown = named(wider)[key]
+        if leaf.shape[:2] != (frame, 2) or grown.shape[:2] != (frame, 3):
             raise CannotStream(
                 f"{name} cannot be served: a served model returns time-major outputs [frame, "
                 f"batch, ...], here [{frame}, 2, ...], and {key!r} is {list(leaf.shape)}"
@@ -113,10 +114,15 @@ def _spec(name: str, state: Tree, wider: Tree) -> StateSpec:
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     for (path, small), large in zip(flat, grown, strict=True):
         text = jax.tree_util.keystr(path)
+        if jax.dtypes.issubdtype(small.dtype, jax.dtypes.extended):
+            raise CannotStream(
+                f"{name} cannot be served: its state leaf {text} is of {small.dtype}, which has no "
+                "bytes of its own; keep jax.random.key_data of it"
+            )
         axes = [
             axis for axis, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
         ]
-        if len(axes) != 1:
+        if len(axes) != 1 or (small.shape[axes[0]], large.shape[axes[0]]) != (2, 3):
             raise CannotStream(
                 f"{name} cannot be served: its state leaf {text} of shape {list(small.shape)} at "
                 "batch 2 has no single batch axis, so sessions cannot hold rows of it; give it "

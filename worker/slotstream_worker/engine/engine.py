@@ -72,8 +72,9 @@ class Engine:
             CannotStream: a session's outputs depend on its company.
         """
         counts = list(row_counts or candidates(self.pool.slots))
-        self.pool.warm()
         self.probed = probe(self.launcher, self.pool, counts, progress=progress)
+        # After the probe: rows that launches made may be bound to a device, which is compiled anew.
+        self.pool.warm()
         self._cover = self.probed.cover
         return self.probed
 

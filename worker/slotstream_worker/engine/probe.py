@@ -103,7 +103,9 @@ def probe(
         progress(count)
         measured.append(_measure(launcher, pool, count))
     found = Probe((), "", tuple(measured))
-    if not found.groups:
+    # A launch of one row has no company, so it says nothing about a model that mixes rows.
+    shared = [m.steady for m in measured if m.count > 1]
+    if not found.groups or (shared and not any(shared)):
         raise CannotStream(
             f"{launcher.model.name} cannot be served: a session's outputs depend on the other "
             "sessions in the batch. A model that normalises or mixes over the batch axis cannot "
