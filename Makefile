@@ -2,6 +2,7 @@
 #   make demo    a real Redis, a worker, 370 recorded streams, a crash in the middle
 #   make test    the whole suite        make lint    ruff and mypy
 #   make bench   the measurements       make train   the demo's network, from its data
+#   make chaos   faults by the hundred, every reply compared
 # PYTHON=... chooses an interpreter; without it the first of these that really runs is taken
 # (a version manager's stand-in for a Python that is not installed does not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: demo test lint format bench train clean
+.PHONY: demo test lint format chaos bench train clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -35,6 +36,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Workers killed, paused, drained and added, Redis restarted, under load: about ten minutes.
+chaos: $(STAMP)
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

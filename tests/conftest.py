@@ -68,6 +68,7 @@ class ThreadedWorker:
 
     def __init__(self, url: str, model: Any, **settings: Any) -> None:
         settings = {"slots": 8, "row_counts": (4,), "sweep_s": 1.0, **settings}
+        settings.setdefault("max_sessions", settings["slots"])
         self.worker = Worker(WorkerConfig(redis=url, **settings), model)
         self.stop = threading.Event()
         self.ready = threading.Event()

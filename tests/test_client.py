@@ -227,7 +227,7 @@ assert not {"jax", "jaxlib", "flax", "slotstream_worker"} & set(sys.modules)
 
 
 @pytest.mark.parametrize(("arguments", "status", "words"), [
-    (["--help"], 0, ["worker    Serve a model", "push ", "sessions "]),
+    (["--help"], 0, ["worker     Serve a model", "push ", "sessions "]),
     (["push", "--help"], 0, ["FILE", "--out"]),
     (["worker"], 1, ["pip install 'slotstream[worker]'"]),
 ], ids=["help", "help of push", "worker"])

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
+
 from conftest import streams_of, wait_until
 from serving_models import served
-
 from slotstream import Client
 from slotstream.names import Keys
 

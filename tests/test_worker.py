@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from conftest import streams_of
 from serving_models import direct, served
 

@@ -6,10 +6,15 @@ import json
 from importlib.resources import files
 from typing import Any
 
+import redis
+
 from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
 from slotstream.ids import ZERO, EntryId
 from slotstream.link import Link
 from slotstream.names import Keys, check_app, config_key, partition_of
+
+Fields = dict[str, bytes | str]
+"""An entry's fields, in the order they are sent."""
 
 
 class App:
@@ -64,12 +69,47 @@ class App:
         control = self.keys(session).control
         self.link.calls([("XADD", control, "*", "op", "close", "session", session)])
 
+    def append(self, session: str, entry: EntryId, fields: Fields, *, repeated: bool) -> bool:
+        """Append an entry once; whether it is there now. False: the id is not larger than all.
+
+        Args:
+            session: whose stream.
+            entry: the id.
+            fields: the entry's fields.
+            repeated: it may have been appended before, the answer lost: then it counts as there
+                when it is in `in` or has been answered, or the session has ended meanwhile.
+        """
+        keys = self.keys(session)
+        flat = [part for pair in fields.items() for part in pair]
+        # A session that ended took its stream along: a repeated push must not make a new one.
+        make = ("NOMKSTREAM",) if repeated else ()
+        try:
+            if self.link.once("XADD", keys.inbox(session), *make, str(entry), *flat) is not None:
+                return True
+            if self.link.once("HGET", keys.row(session), "status") == b"closed":
+                return True
+            self.link.once("XADD", keys.inbox(session), str(entry), *flat)
+        except redis.ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+            return repeated and self.arrived(session, entry)
+        return True
+
     def cancel(self, session: str, entry: EntryId) -> bool:
         """Cancel an entry that has not been answered; whether it was there to cancel."""
         keys = self.keys(session)
         text = (files("slotstream") / "cancel.lua").read_text()
         row, inbox = keys.row(session), keys.inbox(session)
-        return bool(self.link.call("EVAL", text, 2, row, inbox, str(entry)) == 1)
+        tries = 0
+
+        def send() -> Any:
+            nonlocal tries
+            tries += 1
+            return self.link.once("EVAL", text, 2, row, inbox, str(entry))
+
+        found = self.link.patiently(send)
+        # A first try whose answer was cut off may have taken it out.
+        return bool(found == 1 or (found == 0 and tries > 1 and not self.arrived(session, entry)))
 
     def _learn(self) -> None:
         """Read the app's configuration, where it exists already."""

@@ -50,7 +50,7 @@ class _Group(click.Group):
         for name in self.list_commands(ctx):
             known = _WORKER_COMMANDS.get(name)
             own = None if known else super().get_command(ctx, name)
-            rows.append((name, known or (own.get_short_help_str() if own else "")))
+            rows.append((name, known or (own.get_short_help_str(90) if own else "")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -72,7 +72,13 @@ class Client:
 
     # Sessions
 
-    def open(self, session_id: str | None = None, *, replies: str | None = None) -> Session:
+    def open(
+        self,
+        session_id: str | None = None,
+        *,
+        replies: str | None = None,
+        keep_frames: bool = False,
+    ) -> Session:
         """Open a session at rest; frames may be pushed at once, before a worker has it.
 
         Args:
@@ -80,12 +86,15 @@ class Client:
                 its old replies deleted, when the session of that id has ended.
             replies: `wait` pauses the session instead of dropping replies that were not read in
                 time; this client then deletes replies from Redis as it reads them.
+            keep_frames: run the frames that were pushed under this id before; without it, what
+                an earlier session of the id left is deleted.
 
         Raises:
             SessionExists: a session of that id is open; `attach` goes on with it.
         """
         session = secrets.token_hex(8) if session_id is None else session_id
-        return self.open_many([session], replies=replies, new=session_id is None)[0]
+        new = session_id is None or keep_frames
+        return self.open_many([session], replies=replies, new=new)[0]
 
     def open_many(
         self, session_ids: Sequence[str], *, replies: str | None = None, new: bool = False
@@ -95,7 +104,8 @@ class Client:
         Args:
             session_ids: their ids.
             replies: as for `open`.
-            new: the ids have never been used, so nothing needs to make way.
+            new: the ids have never been used, or what was pushed under them is to be run: nothing
+                makes way.
 
         Raises:
             SessionExists: one of them is open.
@@ -158,13 +168,13 @@ class Client:
         statuses = self.link.calls(
             [("HGET", k.row(name), "status") for name, k in zip(names, keys, strict=True)]
         )
-        closed = []
+        left = []
         for name, k, status in zip(names, keys, statuses, strict=True):
-            if status == b"closed":
-                closed.append(("DEL", k.inbox(name), k.outbox(name)))
-            elif status is not None:
+            # Without a row too: a late push may have outlived the row of the session it was for.
+            left += [("DEL", k.inbox(name)), ("DEL", k.outbox(name))]
+            if status not in (None, b"closed"):
                 raise SessionExists(
                     f"session {name} is open ({status.decode()}); attach() goes on with it, "
                     "close() ends it"
                 )
-        self.link.calls(closed)
+        self.link.calls(left)

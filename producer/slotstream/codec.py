@@ -125,6 +125,7 @@ def _unpack(raw: bytes, max_bytes: int) -> object:
             raw,
             raw=False,
             strict_map_key=True,
+            object_pairs_hook=_once,
             use_list=True,
             max_str_len=256,
             max_bin_len=max_bytes,
@@ -132,6 +133,8 @@ def _unpack(raw: bytes, max_bytes: int) -> object:
             max_map_len=1024,
             max_ext_len=0,
         )
+    except BadFrame:
+        raise
     except msgpack.ExtraData:
         raise BadFrame("not_msgpack", "the frame holds more than one msgpack value") from None
     # Malformed bytes surface as any of these, by where they break off.
@@ -141,6 +144,15 @@ def _unpack(raw: bytes, max_bytes: int) -> object:
             "not_msgpack",
             f"the frame is not valid msgpack ({detail}); it is a map of dtype, shape, data (bytes)",
         ) from None
+
+
+def _once(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    """A parsed map; two readers could take different ones of a key's two values."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key in found if [k for k, _ in pairs].count(key) > 1)
+        raise BadFrame("unknown_field", f"a map has each key once, this one has {twice!r} twice")
+    return found
 
 
 def _array(value: object) -> Array:

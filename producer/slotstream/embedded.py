@@ -82,6 +82,9 @@ class EmbeddedRedis:
             "no",
             "--appendonly",
             "yes" if self.append_only else "no",
+            # What was acknowledged is on disk, whenever the server is killed.
+            "--appendfsync",
+            "always",
             "--maxmemory-policy",
             "noeviction",
             "--loglevel",

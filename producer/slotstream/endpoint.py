@@ -68,11 +68,14 @@ class Endpoint:
             for host in hosts.split(","):
                 address, _, port = host.partition(":")
                 self._sentinels.append((address, int(port or 26379)))
-            rest = f"{credentials}{at}localhost/{db or 0}" + (f"?{query}" if query else "")
+            query = f"?{query}" if query else ""
+            rest = f"{credentials}{at}localhost/{db or 0}{query}"
+            self._watcher = f"{base}://localhost{query}"  # Sentinels: with TLS as well, no password
         self._plain = f"{base}://{rest}"
         self._pools: dict[tuple[str, int] | None, redis.ConnectionPool] = {}
         self._nodes: list[tuple[int, int, tuple[str, int]]] | None = None
         self._primary: tuple[str, int] | None = None
+        self._turn = 0  # whom to ask first: another after each `forget`, since one may be cut off
         _pool(self._plain, name)  # a URL that cannot be read fails here, not in an outage
 
     @property
@@ -92,17 +95,20 @@ class Endpoint:
         if self.kind == "cluster":
             return self._at(self._node(hash_slot(key)))
         if self.kind == "sentinel":
-            self._primary = self._primary or self._ask_sentinels()
-            return self._at(self._primary)
+            # Another thread may forget it meanwhile.
+            primary = self._primary or self._ask_sentinels()
+            self._primary = primary
+            return self._at(primary)
         return self._at(None)
 
     def forget(self) -> None:
         """Look up anew who holds what; connections that are open stay open."""
         self._nodes = self._primary = None
+        self._turn += 1
 
     def close(self) -> None:
         """Close all connections."""
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.disconnect()
 
     def _at(self, address: tuple[str, int] | None) -> redis.ConnectionPool:
@@ -111,9 +117,10 @@ class Endpoint:
         return self._pools[address]
 
     def _node(self, slot: int) -> tuple[str, int]:
-        if self._nodes is None:
-            self._nodes = self._ask_cluster()
-        for first, last, address in self._nodes:
+        nodes = self._nodes  # another thread may forget them meanwhile
+        if nodes is None:
+            nodes = self._nodes = self._ask_cluster()
+        for first, last, address in nodes:
             if first <= slot <= last:
                 return address
         self._nodes = None
@@ -122,23 +129,27 @@ class Endpoint:
     def _ask_cluster(self) -> list[tuple[int, int, tuple[str, int]]]:
         """Slot ranges and their primaries, by whichever known node answers first."""
         reason: Exception | None = None
-        known = [address for address in self._pools if address is not None]
-        for address in [*known, None]:
+        known = [address for address in list(self._pools) if address is not None]
+        for address in [*_turned(known, self._turn), None]:
             try:
                 answer = _ask(self._at(address), "CLUSTER", "SLOTS")
             except (redis.RedisError, OSError) as error:
+                if not passes(error):
+                    raise
                 reason = error
                 continue
             # A node that does not know its own address leaves it out: it is the one asked.
             asked = self._at(address).connection_kwargs["host"]
-            return [(int(first), int(last), (primary[0].decode() or asked, int(primary[1])))
-                    for first, last, primary, *_ in answer]  # fmt: skip
+            return [
+                (int(first), int(last), ((primary[0] or b"").decode() or asked, int(primary[1])))
+                for first, last, primary, *_ in answer
+            ]
         raise redis.ConnectionError(f"no node of the cluster answers: {reason}")
 
     def _ask_sentinels(self) -> tuple[str, int]:
         reason: Exception | str = "none was named"
-        for address in self._sentinels:
-            pool = _pool(f"redis://{address[0]}:{address[1]}", self._name)
+        for address in _turned(self._sentinels, self._turn):
+            pool = _pool(self._watcher, self._name, address)
             try:
                 found = _ask(pool, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
                 if found:
@@ -149,6 +160,11 @@ class Endpoint:
             finally:
                 pool.disconnect()
         raise redis.ConnectionError(f"no Sentinel names a primary {self.service!r}: {reason}")
+
+
+def _turned(addresses: list[tuple[str, int]], turn: int) -> list[tuple[str, int]]:
+    start = turn % max(len(addresses), 1)
+    return addresses[start:] + addresses[:start]
 
 
 def _ask(pool: redis.ConnectionPool, *command: str) -> Any:

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import redis
+
+from slotstream.app import Fields
+from slotstream.endpoint import passes
 from slotstream.errors import ReplyTimeout
 from slotstream.ids import EntryId
-from slotstream.link import Link
 from slotstream.reading import read_replies
 from slotstream.replies import Reply
 from slotstream.session import Session
 
 _BLOCK_S = 0.05
 _PUSHES_A_TURN = 1024
+
+Push = tuple[Session, EntryId, Fields]
 
 
 class _Source:
@@ -30,13 +35,13 @@ class _Source:
         self.due_at = starts_at
         self.replies: list[Reply] = []
 
-    def next(self) -> dict[str, bytes | str]:
+    def next(self) -> Fields:
         """Fields of the next entry; the last one carries `end`."""
         if self.ahead is None:  # a stream without frames
             self.done = True
             return {"end": "1"}
         frame, self.ahead = self.ahead, next(self.frames, None)
-        fields: dict[str, bytes | str] = {"frame": self.session.app.encode(frame)}
+        fields: Fields = {"frame": self.session.app.encode(frame)}
         if self.ahead is None:
             self.done = True
             fields["end"] = "1"
@@ -92,7 +97,7 @@ def run(
 def _push(sources: list[_Source], period: float) -> None:
     """Push one frame of every session that has one due and room in its window."""
     now = time.monotonic()
-    batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]] = []
+    batch: list[Push] = []
     for source in sources:
         session = source.session
         if source.done or session.in_flight >= session.window or source.due_at > now:
@@ -101,20 +106,30 @@ def _push(sources: list[_Source], period: float) -> None:
         entry = session.next_id()
         fields = source.next()
         session.pushed(entry, ending=source.done)
-        batch.append((source, entry, fields))
+        batch.append((session, entry, fields))
         if len(batch) == _PUSHES_A_TURN:
             break
     if batch:
-        link = batch[0][0].session.app.link
-        link.patiently(lambda: _send(link, batch))
+        _send(batch)
 
 
-def _send(link: Link, batch: list[tuple[_Source, EntryId, dict[str, bytes | str]]]) -> None:
-    """Append a batch; may be repeated, since an id that is there already is refused."""
+def _send(batch: list[Push]) -> None:
+    """Append a batch in one go; what is refused, or may be there already, one by one."""
+    link = batch[0][0].app.link
     commands = [
-        ("XADD", source.session.inbox, str(entry), *chain.from_iterable(fields.items()))
-        for source, entry, fields in batch
+        ("XADD", session.inbox, str(entry), *chain.from_iterable(fields.items()))
+        for session, entry, fields in batch
     ]
-    for answer in link.try_calls(commands):
-        if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
-            raise answer
+    try:
+        answers = link.try_calls(commands)
+    except (redis.RedisError, OSError) as error:
+        if not passes(error):
+            raise
+        for session, entry, fields in batch:
+            session.send(entry, fields, repeated=True)
+        return
+    for (session, entry, fields), answer in zip(batch, answers, strict=True):
+        if isinstance(answer, Exception):
+            if "equal or smaller" not in str(answer):
+                raise answer
+            session.send(entry, fields)

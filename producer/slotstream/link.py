@@ -62,30 +62,39 @@ class Link:
 
     def calls(self, commands: Sequence[Command]) -> list[Any]:
         """Answers of many commands, in few round trips; raises the first refusal."""
-        answers = self.patiently(lambda: self.try_calls(commands))
+        done: dict[int, Any] = {}
+        answers = self.patiently(lambda: self.try_calls(commands, done))
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
 
-    def try_calls(self, commands: Sequence[Command]) -> list[Any]:
+    def try_calls(
+        self, commands: Sequence[Command], done: dict[int, Any] | None = None
+    ) -> list[Any]:
         """Send many commands once; a refusal is the exception in its place.
 
-        Raises what passes (an outage), after which all of them may be sent again.
+        Raises what passes (an outage), after which all of them may be sent again. `done`, where it
+        is given, keeps the answers that came, by their places; those are not sent again.
         """
+        done = {} if done is None else done
         by_pool: dict[redis.ConnectionPool, list[int]] = defaultdict(list)
         for k, command in enumerate(commands):
-            by_pool[self.endpoint.pool(key_of(command))].append(k)
-        answers: list[Any] = [None] * len(commands)
+            if k not in done:
+                by_pool[self.endpoint.pool(key_of(command))].append(k)
+        outage: Exception | None = None
         for pool, places in by_pool.items():
             pipeline: Any = redis.Redis(connection_pool=pool).pipeline(transaction=False)
             for k in places:
                 pipeline.execute_command(*commands[k])
             for k, answer in zip(places, pipeline.execute(raise_on_error=False), strict=True):
                 if isinstance(answer, Exception) and passes(answer):
-                    raise answer
-                answers[k] = answer
-        return answers
+                    outage = answer
+                else:
+                    done[k] = answer
+        if outage is not None:
+            raise outage
+        return [done[k] for k in range(len(commands))]
 
     def once(self, *command: Any, key: str | None = None) -> Any:
         """`call`, without trying again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def push_file(
 ) -> None:
     """Stream a .npy file's frames through a session; print the replies, or save their outputs."""
     frames = cut(np.load(file, allow_pickle=False), client.config(), frame)
-    name = session_id or file.stem[:100]
+    name = session_id or secrets.token_hex(8)
     outputs: list[Any] = []
 
     def show(_: str, reply: Reply) -> None:
@@ -39,12 +40,19 @@ def push_file(
 
     client.run({name: frames}, timeout_s=timeout_s, rate_hz=rate_hz, on_reply=show)
     if out is not None and outputs:
-        if isinstance(outputs[0], dict):
-            joined: Any = {key: np.concatenate([o[key] for o in outputs]) for key in outputs[0]}
-            np.savez(out, **joined)
-        else:
-            np.save(out, np.concatenate(outputs))
-        click.echo(f"{len(outputs)} outputs of session {name} in {out}")
+        click.echo(f"{len(outputs)} outputs of session {name} in {_save(out, outputs)}")
+
+
+def _save(out: Path, outputs: list[Any]) -> Path:
+    """Save the outputs of all frames, joined: .npy, or .npz where there are several."""
+    if isinstance(outputs[0], dict):
+        joined: Any = {key: np.concatenate([o[key] for o in outputs]) for key in outputs[0]}
+        out = out.with_suffix(".npz")
+        np.savez(out, **joined)
+    else:
+        out = out.with_suffix(".npy")
+        np.save(out, np.concatenate(outputs))
+    return out
 
 
 def cut(array: Any, config: dict[str, str], frame: int | None) -> list[Any]:

@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import redis
-
-from slotstream.app import App
+from slotstream.app import App, Fields
 from slotstream.endpoint import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
 from slotstream.ids import OPENED, ZERO, EntryId
@@ -72,14 +70,14 @@ class Session:
             SessionClosed: the session has ended.
             ReplyTimeout: the window stayed full.
         """
-        fields: dict[str, bytes | str] = {"frame": self.app.encode(array)}
+        fields: Fields = {"frame": self.app.encode(array)}
         if end:
             fields["end"] = "1"
         return self._append(fields, timeout_s)
 
     def reset(self, array: Any = None, *, timeout_s: float = 60.0) -> EntryId:
         """Back to rest, before `array` where one is given, else as an entry of its own."""
-        fields: dict[str, bytes | str] = {"op": "reset"}
+        fields: Fields = {"op": "reset"}
         if array is not None:
             fields["frame"] = self.app.encode(array)
         return self._append(fields, timeout_s)
@@ -121,7 +119,7 @@ class Session:
             while self._buffer:
                 yield self._buffer.popleft()
 
-    def _append(self, fields: dict[str, bytes | str], timeout_s: float) -> EntryId:
+    def _append(self, fields: Fields, timeout_s: float) -> EntryId:
         while len(self._waiting) >= self.window and not self.closed:
             self._pump(timeout_s)
         if self.closed:
@@ -129,28 +127,26 @@ class Session:
                 f"session {self.id} has ended ({self.closed.reason}); open a new one"
             )
         entry = self.next_id()
-        tries = 0
+        self.pushed(entry, ending="end" in fields)
+        return self.send(entry, fields)
 
-        def add() -> None:
+    def send(self, entry: EntryId, fields: Fields, *, repeated: bool = False) -> EntryId:
+        """Append an entry that was noted as pushed; returns its id, a later one where need be.
+
+        Where somebody else has written here, the entry comes after theirs.
+        """
+        tries = 1 if repeated else 0
+
+        def add() -> bool:
             nonlocal tries
             tries += 1
-            self.app.link.once(
-                "XADD", self.inbox, str(entry), *[part for pair in fields.items() for part in pair]
-            )
+            return self.app.append(self.id, entry, fields, repeated=tries > 1)
 
-        while True:
-            try:
-                self.app.link.patiently(add)
-                break
-            except redis.ResponseError as error:
-                if "equal or smaller" not in str(error):
-                    raise
-                if tries > 1 and self.app.arrived(self.id, entry):
-                    break  # the first try's answer was lost; it was carried out
-                # Somebody else wrote here: after them, unless they closed it.
-                self._last = self.app.last_entry(self.id)
-                entry, tries = self.next_id(), 0
-        self.pushed(entry, ending="end" in fields)
+        while not self.app.link.patiently(add):
+            self._last = max(self._last, self.app.last_entry(self.id))
+            was, entry, tries = entry, self.next_id(), 0
+            self._last = entry
+            self._waiting = deque((entry if e == was else e, at) for e, at in self._waiting)
         return entry
 
     def next_id(self) -> EntryId:

@@ -10,6 +10,7 @@ from rich.table import Table
 from slotstream.app import App
 from slotstream.names import Keys
 
+_WIDE = 160
 _FIELDS = ("status", "owner", "epoch", "cursor", "done", "count", "cuts", "weights", "opened")
 
 
@@ -47,32 +48,27 @@ def _read_rows(app: App, keys: Keys, names: list[str]) -> list[dict[str, Any]]:
 
 def show_table(rows: list[dict[str, Any]], app: str, limit: int) -> None:
     """Print the rows as a table."""
-    table = Table(title=f"{len(rows)} sessions of {app}", title_justify="left")
-    for name, right in (
-        ("session", False),
-        ("status", False),
-        ("owner", False),
-        ("epoch", True),
-        ("cursor", True),
-        ("done", True),
-        ("waiting", True),
-        ("state", True),
-        ("weights", False),
-    ):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for row in rows[:limit]:
-        table.add_row(
-            row["session"],
-            row["status"],
-            row["owner"],
-            row["epoch"],
-            row["cursor"],
-            row["done"],
-            str(max(row["behind"], 0)),
-            f"{row['state_bytes']:,} B",
-            row["weights"],
-        )
     console = Console()
+    wide = console.width >= _WIDE or not console.is_terminal
+    if not console.is_terminal:
+        console = Console(width=_WIDE)  # whoever reads a pipe has no edge to wrap at
+    table = Table(title=f"{len(rows)} sessions of {app}", title_justify="left")
+    table.add_column("session", min_width=12, overflow="ellipsis", no_wrap=True)
+    table.add_column("status", min_width=7, no_wrap=True)
+    table.add_column("owner", min_width=8, overflow="ellipsis", no_wrap=True)
+    for name in ("epoch", "cursor", "done") if wide else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("waiting", "state"):
+        table.add_column(name, justify="right", min_width=7, no_wrap=True)
+    for name in ("weights",) if wide else ():
+        table.add_column(name, no_wrap=True)
+    for row in rows[:limit]:
+        middle = (row["epoch"], row["cursor"], row["done"]) if wide else ()
+        table.add_row(
+            *(row["session"], row["status"], row["owner"], *middle),
+            *(str(max(row["behind"], 0)), f"{row['state_bytes']:,} B"),
+            *((row["weights"],) if wide else ()),
+        )
     console.print(table)
     if len(rows) > limit:
         console.print(f"... and {len(rows) - limit} more; --limit shows them")

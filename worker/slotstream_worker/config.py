@@ -74,10 +74,6 @@ class WorkerConfig:
         check_app(self.app)
         if self.name:
             check_worker(self.name)
-        if 0 < self.max_sessions < self.slots:
-            raise ValueError(
-                f"max_sessions is at least the {self.slots} slots, got {self.max_sessions}"
-            )
         if self.partition_count and self.partitions - set(range(self.partition_count)):
             raise ValueError(
                 f"partitions are 0 to {self.partition_count - 1}, got {sorted(self.partitions)}"

@@ -58,6 +58,10 @@ class EntryReader:
                 return Entry(id, mark=True)
         end = fields.get(b"end") == b"1"
         try:
+            if 2 * len(fields) != len(raw):
+                twice = next(name for name in fields if raw[::2].count(name) > 1)
+                raise BadFrame("unknown_field", f"an entry has each field once, and this one has "
+                                                f"{_text(twice)} twice")  # fmt: skip
             payload, reset = self._content(fields)
         except BadFrame as error:
             return Entry(id, end=end, error=error)

@@ -48,7 +48,9 @@ def load(target: str) -> StreamModel:
         try:
             inspect.signature(found).bind()
         except TypeError as error:
-            raise BadTarget(f"{target} is called without arguments, and takes some: {error}") from error
+            raise BadTarget(
+                f"{target} is called without arguments, and takes some: {error}"
+            ) from error
     model = found() if callable(found) and not isinstance(found, StreamModel) else found
     if not isinstance(model, StreamModel):
         raise BadTarget(

@@ -114,7 +114,7 @@ def _spec(name: str, state: Tree, wider: Tree) -> StateSpec:
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     for (path, small), large in zip(flat, grown, strict=True):
         text = jax.tree_util.keystr(path)
-        if jax.dtypes.issubdtype(small.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(small.dtype, jax.dtypes.extended):
             raise CannotStream(
                 f"{name} cannot be served: its state leaf {text} is of {small.dtype}, which has no "
                 "bytes of its own; keep jax.random.key_data of it"

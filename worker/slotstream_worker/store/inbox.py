@@ -86,7 +86,8 @@ class Inbox:
                 ("XRANGE", self.keys.control, "-", "+", "COUNT", CONTROL_A_READ),
                 ("ZRANGE", self.keys.waiting, "0", WAITING_A_READ),
                 ("GET", self._order_key),
-            ]
+            ],
+            missing=(),  # a key that is no stream or set holds nothing for anybody
         )
         entries = [(id_, _session(fields)) for id_, fields in control]
         return Queues(entries, [raw.decode() for raw in waiting], (order or b"").decode())

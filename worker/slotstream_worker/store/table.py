@@ -250,7 +250,10 @@ class SlotTable:
         found: list[Fence | None] = []
         for answer in self.line.calls(commands):
             if isinstance(answer, Exception):
-                raise answer
+                if not str(answer).startswith("WRONGTYPE"):
+                    raise answer
+                found.append(None)
+                continue
             status, owner, epoch, done = answer
             found.append(None if status is None else Fence(
                 status.decode(), (owner or b"").decode(), epoch or b"",

@@ -40,8 +40,10 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
     end
     if type(added) == 'table' then
       -- Ids rise within a commit, so only the first can be refused, and nothing is written yet:
-      -- `out` holds a later id, or is no stream. Anything else is Redis's own condition.
+      -- `out` holds a later id, or the last there is, or is no stream. Anything else is Redis's
+      -- own condition.
       if i == 1 and (string.find(added.err, 'equal or smaller', 1, true)
+                     or string.find(added.err, 'exhausted', 1, true)
                      or string.find(added.err, 'WRONGTYPE', 1, true)) then
         return 'refused'
       end
@@ -63,7 +65,7 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
   if state then
     redis.call('HSET', slot, 'done', last, 'cursor', last, 'state', state, 'layout', layout,
                'weights', weights, 'count', '0', 'skipped', '')
-    redis.pcall('XTRIM', key('in', session), 'MINID', '=', after(last))
+    trim(key('in', session), last)
   elseif #answers > 0 then
     redis.call('HSET', slot, 'done', last)
     redis.call('HINCRBY', slot, 'count', #answers)

@@ -37,6 +37,15 @@ local function after(id)
   return ms .. '-' .. plus_one(seq)
 end
 
+-- Delete a stream's entries up to and including an id. pcall: what is no stream is left alone.
+local function trim(stream, id)
+  if id == '18446744073709551615-18446744073709551615' then
+    redis.pcall('XTRIM', stream, 'MAXLEN', 0)
+  else
+    redis.pcall('XTRIM', stream, 'MINID', '=', after(id))
+  end
+end
+
 local function last_id(stream)
   local info = redis.pcall('XINFO', 'STREAM', stream)
   if info.err then return '0-0' end
@@ -50,8 +59,8 @@ local FIELDS = {'status', 'owner', 'epoch', 'cursor', 'done', 'cuts', 'token', '
                 'attempts'}
 
 local function row_of(session)
-  local values = redis.call('HMGET', key('slot', session), unpack(FIELDS))
-  if not values[1] then return nil end
+  local values = redis.pcall('HMGET', key('slot', session), unpack(FIELDS))
+  if values.err or not values[1] then return nil end
   local row = {}
   for i, name in ipairs(FIELDS) do row[name] = values[i] or '' end
   return row
@@ -84,7 +93,7 @@ end
 local function finish(session, row, reason, id, fields, mark)
   local inbox, outbox = key('in', session), key('out', session)
   -- pcall: a producer that made `in` something else than a stream ends its own session only.
-  redis.pcall('XTRIM', inbox, 'MINID', '=', after(id or row.done))
+  trim(inbox, id or row.done)
   local cancelled = redis.pcall('XLEN', inbox)
   if type(cancelled) == 'table' then cancelled = 0 end
   for _, m in ipairs(mark ~= row.mark and {mark, row.mark} or {row.mark}) do

@@ -1,0 +1,999 @@
+"""The slot table's scripts on a real Redis, against a plain model of what they must do.
+
+The machine runs random schedules of producers, workers and operators, and after every step
+compares all that Redis holds with the model. Workers that lost a session keep acting on it, and
+commits are composed early, delivered late and repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from slotstream.embedded import EmbeddedRedis
+from slotstream.endpoint import Endpoint
+from slotstream.ids import OPENED, ZERO, EntryId
+from slotstream.lines import Arg, Line, Script
+from slotstream.names import Keys
+from slotstream_worker.store.luascripts import script
+from slotstream_worker.store.table import Answer, Checkpoint, Commit, Row, SlotTable
+
+TOP = 2**64 - 1
+KEYS = Keys("demo")
+SESSIONS = ("a", "a/1", "B.:-")
+WORKERS = ("x.1", "x.2", "y.1")
+KINDS = ("slot", "in", "out", "aside", "aside-in")
+RETENTION = 5
+"""Small, so that sessions that wait for their reader pause; `MAXLEN ~` trims nothing so short."""
+TTL_S = 3600.0
+CANCEL = Script("cancel", (files("slotstream") / "cancel.lua").read_text())
+
+Fields = dict[str, str]
+
+
+def key(kind: str, session: str) -> str:
+    return f"{KEYS.prefix}{kind}:{session}"
+
+
+def pairs(flat: Sequence[bytes]) -> Fields:
+    """An entry's fields as text; of an error only its code."""
+    found = dict(zip(flat[::2], flat[1::2], strict=True))
+    if b"error" in found:
+        found[b"error"] = msgpack.unpackb(found[b"error"])["code"].encode()
+    return {name.decode(): value.decode() for name, value in found.items()}
+
+
+def error(code: str) -> bytes:
+    packed = msgpack.packb({"code": code, "message": ""})
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def fold(state: bytes, entry: EntryId) -> bytes:
+    """The served model: its state tells which entries it has run, in order."""
+    return hashlib.sha1(state + str(entry).encode()).hexdigest().encode()
+
+
+class Watched(Line):
+    """A line that notes which keys each script was given."""
+
+    declared: set[str]
+
+    def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Any:
+        self.declared.update(map(str, keys))
+        return super().script(script, keys, args)
+
+
+class Store:
+    """One Redis, and a connection for each worker and for the test itself."""
+
+    def __init__(self, url: str) -> None:
+        pool = Endpoint(url, name="test").pool(KEYS.control)
+        self.line = Line(pool)
+        self.lines = {worker: Watched(pool) for worker in WORKERS}
+        self.declared: set[str] = set()
+        for line in self.lines.values():
+            line.declared = self.declared
+
+    def table(
+        self,
+        worker: str = WORKERS[0],
+        *,
+        max_attempts: int = 3,
+        declares: bool = False,
+        retention: int = RETENTION,
+    ) -> SlotTable:
+        return SlotTable(self.lines[worker], KEYS, worker, reply_ttl_s=TTL_S, retention=retention,
+                         max_attempts=max_attempts, declares=declares)  # fmt: skip
+
+    def retry(self, session: str) -> int:
+        """As the command `slotstream retry` calls it."""
+        names = [KEYS.control, *KEYS.shared(), *KEYS.of(session)]
+        answer = self.lines[WORKERS[0]].script(
+            script("retry"), names, [KEYS.prefix, 0, 0, 3, session]
+        )
+        return int(answer)
+
+    def close(self) -> None:
+        for line in (self.line, *self.lines.values()):
+            line.close()
+
+
+@pytest.fixture(scope="module")
+def shared_store() -> Iterator[Store]:
+    with EmbeddedRedis() as server:
+        store = Store(server.url)
+        yield store
+        store.close()
+
+
+@pytest.fixture
+def store(shared_store: Store) -> Store:
+    shared_store.line.call("FLUSHALL")
+    return shared_store
+
+
+# The model
+
+
+@dataclass
+class Stream:
+    entries: dict[EntryId, Fields] = field(default_factory=dict)
+    last: EntryId = ZERO
+
+    def add(self, entry: EntryId, fields: Fields) -> None:
+        assert entry > self.last
+        self.entries[entry], self.last = fields, entry
+
+    def after(self, entry: EntryId) -> dict[EntryId, Fields]:
+        return {i: f for i, f in self.entries.items() if i > entry}
+
+
+@dataclass
+class Held:
+    """A row, and what a test can know beside it."""
+
+    token: str
+    replies: str
+    status: str = "waiting"
+    owner: str = ""
+    epoch: int = 0
+    cursor: EntryId = ZERO
+    done: EntryId = ZERO
+    state: bytes = b""
+    layout: str = ""
+    weights: str = ""
+    count: int = 0
+    skipped: list[EntryId] = field(default_factory=list)
+    cuts: int = 0
+    attempts: int = 0
+    mark: EntryId | None = None
+    now: bytes = b""
+    """The state after `done`, as every owner must come to it."""
+    answered: list[EntryId] = field(default_factory=list)
+    """What has got a reply that must be in `out`."""
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "status": self.status, "owner": self.owner, "epoch": str(self.epoch),
+            "cursor": str(self.cursor), "done": str(self.done), "state": self.state.decode(),
+            "layout": self.layout, "weights": self.weights, "count": str(self.count),
+            "skipped": list(map(str, self.skipped)), "cuts": str(self.cuts),
+            "attempts": str(self.attempts), "token": self.token,
+            "mark": str(self.mark) if self.mark else "", "replies": self.replies,
+        }  # fmt: skip
+
+
+@dataclass
+class Slot:
+    """All that is kept of one session's name."""
+
+    row: Held | None = None
+    tomb: dict[str, str] | None = None
+    inbox: Stream | None = None
+    out: Stream | None = None
+    out_expires: bool = False
+    aside: tuple[Held, str] | None = None
+    aside_in: Stream | None = None
+
+    def behind(self, entry: EntryId) -> dict[EntryId, Fields]:
+        return self.inbox.after(entry) if self.inbox else {}
+
+    def unanswered(self) -> list[EntryId]:
+        assert self.row
+        return [i for i in self.behind(self.row.done) if i != self.row.mark]
+
+    def largest(self) -> EntryId:
+        """The larger of the last generated ids of `in` and `out`."""
+        return max(stream.last if stream else ZERO for stream in (self.inbox, self.out))
+
+
+class Model:
+    """What Redis must hold, by the rules of WIRE.md."""
+
+    def __init__(self, max_attempts: int) -> None:
+        self.max_attempts = max_attempts
+        self.slots = {session: Slot() for session in SESSIONS}
+        self.queue: dict[str, tuple[int, int]] = {}
+        self.arrivals = 0
+        self.sessions: set[str] = set()
+        self.owned: dict[str, set[str]] = defaultdict(set)
+        self.workers: set[str] = set()
+        self.leases: set[str] = set()
+        self.aside: set[str] = set()
+        self.control: Stream | None = None
+        self.epoch = 0
+
+    # Control
+
+    def apply(self, ids: Iterable[EntryId]) -> tuple[int, int]:
+        applied = ignored = 0
+        assert self.control
+        for entry in ids:
+            oldest = next(iter(self.control.entries), None)
+            if oldest is None or entry > oldest:
+                break
+            if entry == oldest:
+                fields = self.control.entries.pop(entry)
+                understood = fields.get("session") in self.slots and (
+                    fields.get("op") == "close"
+                    or (fields.get("op") == "open" and len(fields.get("token", "")) <= 64)
+                )
+                applied, ignored = applied + understood, ignored + (not understood)
+                if understood:
+                    getattr(self, fields["op"])(fields["session"], fields)
+        return applied, ignored
+
+    def open(self, session: str, fields: Fields) -> None:
+        slot, token = self.slots[session], fields.get("token", "")
+        if slot.row or (slot.tomb and token and slot.tomb["token"] == token):
+            return
+        slot.tomb = slot.out = None
+        slot.out_expires = False
+        slot.row = Held(token, fields.get("replies", ""))
+        self.sessions.add(session)
+        self.enqueue(session, 1)
+
+    def close(self, session: str, fields: Fields) -> None:
+        row = self.slots[session].row
+        if row and row.status == "waiting":
+            self.finish(session, "close")
+        elif row and row.status == "live":
+            row.status = "closing"  # the mark's id is Redis's to give: see `marked`
+
+    def enqueue(self, session: str, order: int) -> None:
+        self.arrivals += 1
+        self.queue[session] = (order, self.arrivals)
+
+    # Ends
+
+    def finish(self, session: str, reason: str, at: Answer | None = None, mark: str = "") -> None:
+        slot = self.slots[session]
+        row = slot.row
+        assert row
+        marks = {str(row.mark), mark}
+        behind = [i for i in slot.behind(at.id if at else row.done) if str(i) not in marks]
+        fields = pairs([as_bytes(v) for v in at.fields]) if at else {}
+        fields.update(end="1", reason=reason, cancelled=str(len(behind)))
+        self.bury(session, row, at.id if at else slot.largest().next(), fields)
+
+    def bury(self, session: str, row: Held | None, last: EntryId, fields: Fields) -> None:
+        slot = self.slots[session]
+        slot.out = slot.out or Stream()
+        slot.out.add(last, fields)
+        slot.tomb = {"status": "closed", "token": row.token if row else "", "end": str(last)}
+        slot.row = slot.inbox = None
+        slot.out_expires = True
+        self.queue.pop(session, None)
+        self.sessions.discard(session)
+        if row:
+            self.owned[row.owner].discard(session)
+
+    def set_aside(self, session: str) -> None:
+        slot = self.slots[session]
+        row, waits = slot.row, slot.unanswered()
+        assert row
+        # An answer to the entry it stood at; without one, as every last reply without an entry.
+        last = waits[0] if waits else slot.largest().next()
+        slot.aside, slot.aside_in = (row, str(waits[0]) if waits else ""), slot.inbox
+        self.aside.add(session)
+        self.bury(session, row, last, {"error": "quarantined", "end": "1", "reason": "quarantined",
+                                       "cancelled": str(max(len(waits) - 1, 0))})  # fmt: skip
+
+    def retry(self, session: str) -> int:
+        slot = self.slots[session]
+        if not slot.aside or slot.row or slot.inbox:
+            return 0
+        slot.row, slot.inbox = slot.aside[0], slot.aside_in
+        slot.aside = slot.aside_in = slot.tomb = slot.out = None
+        slot.out_expires = False
+        slot.row.status, slot.row.owner, slot.row.attempts, slot.row.answered = "waiting", "", 0, []
+        self.aside.discard(session)
+        self.sessions.add(session)
+        self.enqueue(session, 0)
+        return 1
+
+    def forget(self, last_ids: dict[str, EntryId]) -> int:
+        told = 0
+        for session, last in last_ids.items():
+            slot = self.slots[session]
+            if not (slot.row or slot.tomb):
+                # Nobody knows `done` any more, but what `out` holds has been answered.
+                waits = [f for f in slot.behind(slot.out.last if slot.out else ZERO).values()
+                         if f.get("op") != "close"]  # fmt: skip
+                self.bury(session, None, max(slot.largest(), last).next(),
+                          {"error": "forgotten", "end": "1", "reason": "forgotten",
+                           "cancelled": str(len(waits))})  # fmt: skip
+                told += 1
+        return told
+
+    # Owners
+
+    def own(self, session: str, worker: str) -> str:
+        slot = self.slots[session]
+        row = slot.row
+        assert row
+        self.owned[row.owner].discard(session)
+        self.owned[worker].add(session)
+        self.queue.pop(session, None)
+        row.status, row.owner = "live", worker
+        if not slot.out:
+            slot.out = Stream()
+            slot.out.add(OPENED, {"op": "opened", "worker": worker})
+        return session
+
+    def requeue(self, session: str) -> None:
+        row = self.slots[session].row
+        assert row
+        if row.status == "closing":
+            return self.finish(session, "close")
+        self.owned[row.owner].discard(session)
+        row.status, row.owner = "waiting", ""
+        return self.enqueue(session, 0)
+
+    def claim(self, worker: str, sessions: Sequence[str]) -> list[str]:
+        claimed = []
+        for session in sessions:
+            row = self.slots[session].row
+            if row and row.status == "waiting":
+                if row.attempts >= self.max_attempts:
+                    self.set_aside(session)
+                else:
+                    claimed.append(self.own(session, worker))
+            else:
+                self.queue.pop(session, None)
+        return claimed
+
+    def take(
+        self, worker: str, old: str, why: str, room: int, sessions: Sequence[str]
+    ) -> tuple[list[str], int, int, int]:
+        taken: list[str] = []
+        put_back = closed = aside = 0
+        if why == "dead" and old in self.leases:
+            return taken, put_back, closed, aside
+        for session in sessions:
+            row = self.slots[session].row
+            if not row or row.status == "waiting" or row.owner != old:
+                self.owned[old].discard(session)
+                continue
+            if row.status == "closing":
+                self.finish(session, "close")
+                closed += 1
+                continue
+            if why != "self" and row.attempts < 2 and self.slots[session].unanswered():
+                row.attempts += 1
+            if row.attempts >= self.max_attempts:
+                self.set_aside(session)
+                aside += 1
+            elif len(taken) < room:
+                taken.append(self.own(session, worker))
+            elif why != "self":
+                self.requeue(session)
+                put_back += 1
+        if why != "self" and not self.owned[old]:
+            self.workers.discard(old)
+        return taken, put_back, closed, aside
+
+    def fenced(self, worker: str, session: str, epoch: bytes) -> Held | None:
+        row = self.slots[session].row
+        held = row and row.status != "waiting" and row.owner == worker and row.epoch == int(epoch)
+        return row if held else None
+
+    def begin_trial(self, worker: str, session: str, epoch: bytes) -> bool:
+        row = self.fenced(worker, session, epoch)
+        if row:
+            row.attempts += 1
+        return row is not None
+
+    def commit(self, worker: str, commit: Commit) -> str:
+        session, slot = commit.session, self.slots[commit.session]
+        row = self.fenced(worker, session, commit.epoch)
+        if not row or row.cuts != int(commit.cuts):
+            return "lost"
+        answers = list(commit.answers)
+        last = answers[-1].id if answers else commit.base
+        if row.done != commit.base:
+            return "applied" if row.done == last else "lost"
+        if commit.reason == "idle" and slot.unanswered():
+            return "busy"
+        assert slot.out
+        closing = answers.pop() if answers and commit.reason == "end" else None
+        for answer in answers:
+            assert slot.inbox
+            slot.out.add(answer.id, pairs([as_bytes(value) for value in answer.fields]))
+            row.answered.append(answer.id)
+            row.now = fold(row.now, answer.id) if answer.effect else row.now
+            row.count += 1
+            row.skipped += [] if answer.effect else [answer.id]
+            row.attempts, row.done = 0, answer.id
+        if commit.action == "end":
+            self.finish(session, commit.reason, closing, commit.mark)
+            return "ok"
+        if commit.checkpoint:
+            row.state, row.layout = commit.checkpoint.state, commit.checkpoint.layout
+            row.weights, row.cursor, row.count, row.skipped = commit.checkpoint.weights, last, 0, []
+            if slot.inbox:
+                slot.inbox.entries = slot.inbox.after(last)
+        replies = len(slot.out.entries)
+        if commit.action == "handback":
+            replies += row.status == "closing"
+            self.requeue(session)
+        return "full" if row.replies == "wait" and replies >= RETENTION else "ok"
+
+    # Producers
+
+    def cancel(self, session: str, entry: EntryId) -> int:
+        slot = self.slots[session]
+        if slot.row and entry <= slot.row.done:
+            return -1
+        if not slot.inbox or entry not in slot.inbox.entries:
+            return 0
+        del slot.inbox.entries[entry]
+        if slot.row:
+            slot.row.cuts += 1
+        return 1
+
+    def expected(self) -> dict[str, Any]:
+        """Everything that Redis must hold, as `read` gives it."""
+        found: dict[str, Any] = {
+            "queue": sorted(self.queue, key=lambda session: self.queue[session]),
+            "sessions": self.sessions, "workers": self.workers, "aside": self.aside,
+            "control": dict(self.control.entries) if self.control else {},
+        }  # fmt: skip
+        exist = {KEYS.lease(worker) for worker in self.leases}
+        for worker in WORKERS:
+            found[f"owned {worker}"] = self.owned[worker]
+            exist |= {KEYS.owned(worker)} if self.owned[worker] else set()
+        for session, slot in self.slots.items():
+            aside = None
+            if slot.aside:
+                aside = {**slot.aside[0].fields(), "at": slot.aside[1]}
+            values = (slot.row.fields() if slot.row else slot.tomb, slot.inbox, slot.out, aside,
+                      slot.aside_in)  # fmt: skip
+            for kind, value in zip(KINDS, values, strict=True):
+                found[key(kind, session)] = (
+                    dict(value.entries) if isinstance(value, Stream) else value or {}
+                )
+                exist |= {key(kind, session)} if value is not None else set()
+            found[f"expire {session}"] = (bool(slot.tomb), slot.out_expires)
+        for name, value in (("waiting", self.queue), ("sessions", self.sessions),
+                            ("aside", self.aside), ("workers", self.workers)):  # fmt: skip
+            exist |= {KEYS.prefix + name} if value else set()
+        exist |= {KEYS.control} if self.control else set()
+        return {**found, "keys": exist}
+
+
+def as_bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def read(line: Line) -> dict[str, Any]:
+    """All that Redis holds of the partition."""
+    per_session = [
+        (("HGETALL", key(kind, s)) if kind in ("slot", "aside")
+         else ("XRANGE", key(kind, s), "-", "+"))
+        for s in SESSIONS for kind in KINDS
+    ]  # fmt: skip
+    expiry = [("PTTL", key(kind, s)) for s in SESSIONS for kind in ("slot", "out")]
+    owned = [("SMEMBERS", KEYS.owned(worker)) for worker in WORKERS]
+    answers = iter(line.calls([
+        ("ZRANGE", KEYS.waiting, 0, -1), ("SMEMBERS", KEYS.sessions), ("SMEMBERS", KEYS.workers),
+        ("SMEMBERS", KEYS.aside), ("XRANGE", KEYS.control, "-", "+"), ("KEYS", "*"),
+        *per_session, *expiry, *owned,
+    ]))  # fmt: skip
+    found: dict[str, Any] = {
+        "queue": [raw.decode() for raw in next(answers)],
+        "sessions": names(next(answers)), "workers": names(next(answers)),
+        "aside": names(next(answers)), "control": stream(next(answers)),
+        "keys": names(next(answers)) - {KEYS.epoch},
+    }  # fmt: skip
+    for command in per_session:
+        found[command[1]] = stream(next(answers)) if command[0] == "XRANGE" else row(next(answers))
+    for session in SESSIONS:
+        ttls = (next(answers), next(answers))
+        assert all(ttl < 0 or TTL_S * 900 < ttl <= TTL_S * 1000 for ttl in ttls)
+        found[f"expire {session}"] = tuple(ttl > 0 for ttl in ttls)
+    for worker in WORKERS:
+        found[f"owned {worker}"] = names(next(answers))
+    return found
+
+
+def names(raws: Iterable[bytes]) -> set[str]:
+    return {raw.decode() for raw in raws}
+
+
+def stream(raws: Sequence[tuple[bytes, list[bytes]]]) -> dict[EntryId, Fields]:
+    return {EntryId.parse(entry): pairs(fields) for entry, fields in raws}
+
+
+def row(flat: Sequence[bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = pairs(flat)
+    if "skipped" in found:
+        found["skipped"] = found["skipped"].split()
+        assert 0 < int(found.pop("opened")) <= time.time() + 5
+    if "at" in found:
+        assert 0 < int(found.pop("set_aside")) <= time.time() + 5
+    return found
+
+
+# The machine
+
+
+@dataclass
+class View:
+    """A session as a worker believes to hold it; it may have lost it long ago."""
+
+    worker: str
+    session: str
+    epoch: bytes
+    cuts: bytes
+    base: EntryId
+    state: bytes
+    before: EntryId = ZERO
+    stale: bool = False
+
+
+@dataclass
+class Composed:
+    """A commit, who sends it, of which view, and the state its view has after it."""
+
+    worker: str
+    view: View
+    commit: Commit
+    state: bytes
+
+
+small = st.integers(0, 5)
+one_session = st.sampled_from(SESSIONS)
+one_worker = st.sampled_from(WORKERS)
+some_work = st.fixed_dictionaries({
+    "pick": st.integers(0, 11),
+    "n": st.sampled_from([1, 2, 3, 9, 0]),
+    "fail": st.sampled_from([0, 0, 1, 2, 7]),
+    "checkpoint": st.booleans(),
+    "action": st.sampled_from(["", "", "", "", "handback", "idle", "give_up", "close"]),
+    "wrong": st.sampled_from(
+        ["", "", "", "", "", "", "epoch", "owner", "cuts", "earlier", "before", "later"]
+    ),
+})  # fmt: skip
+
+
+class SlotTableMachine(RuleBasedStateMachine):
+    store: Store
+    steps = 0
+
+    @initialize(
+        declares=st.booleans(),
+        max_attempts=st.integers(1, 4),
+        held=st.lists(one_worker, min_size=0, max_size=len(SESSIONS)),
+        waits=st.booleans(),
+        pushed=small,
+    )
+    def begin(
+        self, declares: bool, max_attempts: int, held: list[str], waits: bool, pushed: int
+    ) -> None:
+        """Start anew, some sessions held and with entries already: most of what follows is then
+        about sessions that live."""
+        store = self.store
+        store.line.call("FLUSHALL")
+        self.declares = declares
+        self.model = Model(max_attempts)
+        self.tables = {
+            worker: store.table(worker, max_attempts=max_attempts, declares=declares)
+            for worker in WORKERS
+        }
+        self.views: list[View] = []
+        self.prepared: list[Composed] = []
+        self.sent: list[Composed] = []
+        self.heard: list[tuple[bytes, str]] = []
+        self.untouched: set[str] = set()
+        self.by_hand: set[str] = set()
+        self.lost_rows: set[str] = set()
+        store.declared.clear()
+        self.seen = read(store.line)
+        for session, worker in zip(SESSIONS, held, strict=False):
+            self.control(session, "open", "", "wait" if waits else "")
+            self.apply(worker, 9)
+            self.claim(worker, 3)
+            for _ in range(pushed):
+                self.push(session, "ok", "*")
+
+    def call(self, *command: Arg) -> Any:
+        self.by_hand.update(map(str, command[1:]))
+        return self.store.line.call(*command)
+
+    # Producers
+
+    @rule(
+        session=one_session,
+        kind=st.sampled_from(["ok", "ok", "ok", "bad", "end", "bad end"]),
+        how=st.sampled_from(["*", "*", "next", "again", "far", "sequence"]),
+    )
+    def push(self, session: str, kind: str, how: str) -> None:
+        slot = self.model.slots[session]
+        last = slot.inbox.last if slot.inbox else ZERO
+        entry = {
+            "*": None,
+            "next": EntryId(last.ms + 1, 0),
+            "again": last,
+            "far": EntryId(max(last.ms + 1, 2**53), 2**53),
+            "sequence": EntryId(max(last.ms, 1), last.seq + 1),
+        }[how]
+        fields = {"frame": kind.split(maxsplit=1)[0], **({"end": "1"} if "end" in kind else {})}
+        flat = [part for pair in fields.items() for part in pair]
+        command = ("XADD", KEYS.inbox(session), str(entry or "*"), *flat)
+        if how == "again":
+            with pytest.raises(redis.ResponseError):
+                self.call(*command)
+            return
+        entry = EntryId.parse(self.call(*command))
+        slot.inbox = slot.inbox or Stream()
+        slot.inbox.add(entry, fields)
+
+    @rule(session=one_session)
+    def push_more(self, session: str) -> None:
+        for how in ("*", "next", "*"):
+            self.push(session, "ok", how)
+
+    @rule(
+        session=one_session,
+        op=st.sampled_from(["open", "open", "open", "close", "close", "reset"]),
+        token=st.sampled_from(["", "t", "u", "t" * 64, "t" * 65]),
+        replies=st.sampled_from(["", "", "wait"]),
+    )
+    def control(self, session: str, op: str, token: str, replies: str) -> None:
+        fields = {"op": op, "session": session, "token": token, "replies": replies}
+        flat = [part for name, value in fields.items() if value for part in (name, value)]
+        entry = self.call("XADD", KEYS.control, "*", *flat)
+        self.model.control = self.model.control or Stream()
+        self.model.control.add(EntryId.parse(entry), pairs([as_bytes(part) for part in flat]))
+
+    @rule(session=one_session, pick=small)
+    def cancel(self, session: str, pick: int) -> None:
+        slot = self.model.slots[session]
+        known = [*(slot.inbox.entries if slot.inbox else ()), EntryId(7, 7)]
+        entry = known[pick % len(known)]
+        answer = self.store.lines[WORKERS[0]].script(
+            CANCEL, [KEYS.row(session), KEYS.inbox(session)], [str(entry)]
+        )
+        assert answer == self.model.cancel(session, entry)
+
+    @rule(session=one_session, pick=small)
+    def delete_unread(self, session: str, pick: int) -> None:
+        slot = self.model.slots[session]
+        reading = {
+            answer.id
+            for one in self.prepared
+            if one.commit.session == session
+            for answer in one.commit.answers
+        }
+        done = slot.row.done if slot.row else ZERO
+        unread = [i for i, fields in slot.behind(done).items()
+                  if i not in reading and "op" not in fields]  # fmt: skip
+        if unread:
+            assert slot.inbox
+            entry = unread[pick % len(unread)]
+            del slot.inbox.entries[entry]
+            assert self.call("XDEL", KEYS.inbox(session), str(entry)) == 1
+
+    @rule(session=one_session)
+    def delete_closed(self, session: str) -> None:
+        """As who reuses an id does, after its end."""
+        slot = self.model.slots[session]
+        if not slot.row and session not in self.lost_rows:
+            self.call("DEL", KEYS.inbox(session), KEYS.outbox(session))
+            slot.inbox = slot.out = None
+            slot.out_expires = False
+
+    # Workers
+
+    @rule(worker=one_worker, count=st.integers(1, 9), old=st.booleans())
+    def apply(self, worker: str, count: int, old: bool = False) -> None:
+        """Apply what was read just now; or long ago, or not from the start, as well."""
+        model = self.model
+        if not model.control:
+            return
+        raws = self.store.line.call("XRANGE", KEYS.control, "-", "+", "COUNT", count)
+        entries = [(entry, pairs(fields)["session"]) for entry, fields in raws]
+        if old:
+            entries = [*self.heard, *entries[1:]]
+        self.heard = entries
+        answer = self.tables[worker].apply_control(entries)
+        assert answer == model.apply([EntryId.parse(entry) for entry, _ in entries])
+        for session, slot in model.slots.items():
+            row = slot.row
+            if row and row.status == "closing" and not row.mark:
+                assert slot.inbox or session  # the mark is new, and the last of `in`
+                (entry, flat), *_ = self.store.line.call(
+                    *("XREVRANGE", KEYS.inbox(session), "+", "-", "COUNT", 1)
+                )
+                assert pairs(flat) == {"op": "close"}
+                row.mark = EntryId.parse(entry)
+                slot.inbox = slot.inbox or Stream()
+                slot.inbox.add(row.mark, {"op": "close"})
+
+    @rule(worker=one_worker, room=st.integers(1, 3), any_order=st.booleans())
+    def claim(self, worker: str, room: int, any_order: bool = False) -> None:
+        front = list(SESSIONS) if any_order else list(self.seen["queue"])
+        if not any_order:
+            front = [raw.decode() for raw in self.store.line.call("ZRANGE", KEYS.waiting, 0, -1)]
+        rows = self.tables[worker].claim(front[:room])
+        assert [row.session for row in rows] == self.model.claim(worker, front[:room])
+        self.adopt(worker, rows)
+
+    def adopt(self, worker: str, rows: Sequence[Row]) -> None:
+        """Go on from the rows, as recovery does; the state must be the one of uninterrupted runs."""
+        for row in rows:
+            held = self.model.slots[row.session].row
+            assert held
+            held.epoch = int(row.epoch)
+            assert held.epoch > self.model.epoch, "epochs only rise"
+            self.model.epoch = held.epoch
+            raws = self.store.line.call(
+                *("XRANGE", KEYS.inbox(row.session), f"({row.cursor}", str(row.done))
+            )
+            entries = [EntryId.parse(entry) for entry, _ in raws]
+            assert len(entries) == row.count, "a replay gap"
+            state = row.state
+            for entry in entries:
+                state = state if entry in row.skipped else fold(state, entry)
+            assert state == held.now, "the next owner must come to the same state"
+            self.views.append(View(worker, row.session, row.epoch, row.cuts, row.done, state))
+        self.views = [v for v in self.views if not v.stale] + [v for v in self.views if v.stale][:4]
+
+    @rule(worker=one_worker, work=st.lists(some_work, min_size=1, max_size=3))
+    def commit(self, worker: str, work: list[dict[str, Any]]) -> None:
+        self.deliver_all([one for each in work if (one := self.compose(each, worker))])
+
+    @rule(work=some_work)
+    def commit_one(self, work: dict[str, Any]) -> None:
+        self.deliver_all([one for one in [self.compose(work)] if one])
+
+    @rule(work=some_work)
+    def prepare(self, work: dict[str, Any]) -> None:
+        if one := self.compose(work):
+            self.prepared = [*self.prepared[-3:], one]
+
+    @precondition(lambda self: self.prepared)
+    @rule(pick=small)
+    def deliver(self, pick: int) -> None:
+        first = self.prepared[pick % len(self.prepared)]
+        chosen = [one for one in self.prepared if one.worker == first.worker]
+        self.prepared = [one for one in self.prepared if one.worker != first.worker]
+        self.deliver_all(chosen)
+
+    @precondition(lambda self: self.sent)
+    @rule(pick=small)
+    def repeat(self, pick: int) -> None:
+        """Send again what may have been carried out, its answer cut off."""
+        self.deliver_all([self.sent[-1 - pick % len(self.sent)]])
+
+    def compose(self, work: dict[str, Any], worker: str = "") -> Composed | None:
+        """A commit such as a worker makes; or one whose `wrong` is not as its session's row."""
+        views = [v for v in self.views if not worker or v.worker == worker]
+        views = [v for v in views if not v.stale] * 3 + [v for v in views if v.stale]
+        if not views:
+            return None
+        view = views[work["pick"] % len(views)]
+        answers: list[Answer] = []
+        state, action, reason, mark = view.state, "", "", ""
+        for k, (entry, fields) in enumerate(self.model.slots[view.session].behind(view.base).items()):
+            if k == work["n"]:
+                break
+            if "op" in fields:
+                action, reason, mark = "end", "close", str(entry)
+                break
+            effect = fields["frame"] == "ok" and not work["fail"] >> k & 1
+            reply = ("output", fields["frame"]) if effect else ("error", error("launch"))
+            answers.append(Answer(entry, reply, effect))
+            state = fold(state, entry) if effect else state
+            if "end" in fields:
+                action, reason = "end", "end"
+                break
+        if not action:
+            action, reason = {
+                "": ("", ""), "handback": ("handback", ""), "give_up": ("end", "replay_gap"),
+                "close": ("end", "close"), "idle": ("end", "idle") if not answers else ("", ""),
+            }[work["action"]]  # fmt: skip
+        saved = Checkpoint(state, "l1", f"w{len(answers)}") if work["checkpoint"] else None
+        epoch, cuts, base, sender = view.epoch, view.cuts, view.base, view.worker
+        match work["wrong"]:
+            case "epoch":
+                epoch = str(int(epoch) - 1).encode()
+            case "owner":
+                sender = WORKERS[WORKERS.index(sender) - 1]
+            case "cuts":
+                cuts = str(int(cuts) + 1).encode()
+            case "earlier":
+                base = view.before
+            case "before":
+                base = EntryId(base.ms, base.seq - 1) if base.seq else EntryId(max(base.ms - 1, 0))
+            case "later":
+                base = answers[0].id if len(answers) > 1 else base.next()
+        commit = Commit(view.session, epoch, cuts, base, tuple(answers),
+                        saved if action != "end" else None, action, reason, mark)  # fmt: skip
+        return Composed(sender, view, commit, state)
+
+    def deliver_all(self, chosen: Sequence[Composed]) -> None:
+        for worker in dict.fromkeys(one.worker for one in chosen):
+            part = [one for one in chosen if one.worker == worker]
+            results = self.tables[worker].commit([one.commit for one in part])
+            wanted = [self.model.commit(worker, one.commit) for one in part]
+            assert results == wanted, [one.commit for one in part]
+            carried_out = set()
+            for one, result in zip(part, results, strict=True):
+                view, commit = one.view, one.commit
+                if result in ("ok", "full"):
+                    carried_out.add(commit.session)
+                    if commit.answers:
+                        view.before, view.base = view.base, commit.answers[-1].id
+                    view.state, view.stale = one.state, bool(commit.action)
+                elif result == "lost" and commit.epoch == view.epoch:
+                    held = self.model.fenced(view.worker, view.session, view.epoch)
+                    view.stale = held is None or held.cuts != int(view.cuts)
+            self.untouched |= {one.commit.session for one in part} - carried_out
+            self.sent = [*self.sent, *part][-6:]
+
+    @rule(worker=one_worker, pick=st.integers(0, 11))
+    def begin_trial(self, worker: str, pick: int) -> None:
+        if self.views:
+            view = self.views[pick % len(self.views)]
+            sender = worker if pick > 8 else view.worker
+            answer = self.tables[sender].begin_trial(view.session, view.epoch)
+            assert answer == self.model.begin_trial(sender, view.session, view.epoch)
+
+    @rule(worker=one_worker, alive=st.booleans())
+    def lease(self, worker: str, alive: bool) -> None:
+        model = self.model
+        if alive:
+            self.call("SADD", KEYS.workers, worker)
+            self.call("SET", KEYS.lease(worker), "here", "PX", 3_600_000)
+            model.workers.add(worker)
+            model.leases.add(worker)
+        else:
+            self.call("DEL", KEYS.lease(worker))
+            model.leases.discard(worker)
+
+    @rule(
+        worker=one_worker,
+        old=one_worker,
+        room=st.sampled_from([3, 2, 1, 0]),
+        guess=st.sampled_from([False, False, False, True]),
+    )
+    def take(self, worker: str, old: str, room: int, guess: bool) -> None:
+        """Take from the dead, from an older process of one's name, or from oneself."""
+        why = "self" if worker == old else "dead"
+        if worker == "x.2" and old == "x.1" and room != 1:
+            why = "name"
+        table = self.tables[worker]
+        sessions = sorted(table.owned(old)) if not guess else [s.encode() for s in SESSIONS]
+        taken = table.take(sessions, old, why, room)
+        wanted = self.model.take(worker, old, why, room, [raw.decode() for raw in sessions])
+        assert ([row.session for row in taken.rows], taken.put_back, taken.closed,
+                taken.set_aside) == wanted  # fmt: skip
+        self.adopt(worker, taken.rows)
+
+    # Operators, and Redis's own losses
+
+    @rule(session=one_session)
+    def retry(self, session: str) -> None:
+        assert self.store.retry(session) == self.model.retry(session)
+
+    @precondition(lambda self: self.model.aside)
+    @rule()
+    def retry_one(self) -> None:
+        session = min(self.model.aside)
+        self.retry(session)
+
+    @rule(session=one_session, luck=small)
+    def lose_row(self, session: str, luck: int) -> None:
+        slot = self.model.slots[session]
+        if luck == 0 and slot.row:
+            self.call("DEL", KEYS.row(session))
+            slot.row = None
+            self.lost_rows.add(session)
+
+    @precondition(lambda self: self.lost_rows)
+    @rule(worker=one_worker, pick=small, ahead=small)
+    def forget(self, worker: str, pick: int, ahead: int) -> None:
+        session = sorted(self.lost_rows)[pick % len(self.lost_rows)]
+        last = self.model.slots[session].largest()
+        last_ids = {session: EntryId(last.ms + max(ahead - 2, 0), last.seq)}
+        other = SESSIONS[pick % len(SESSIONS)]
+        if self.model.slots[other].row:
+            last_ids[other] = ZERO  # has a row: nothing happens
+        assert self.tables[worker].forget(last_ids) == self.model.forget(last_ids)
+        self.lost_rows.discard(session)
+
+    # After every step
+
+    @invariant()
+    def redis_holds_what_the_model_says(self) -> None:
+        type(self).steps += 1
+        now = read(self.store.line)
+        wanted = self.model.expected()
+        assert now == wanted, [
+            (name, now.get(name), wanted.get(name))
+            for name in {*now, *wanted}
+            if now.get(name) != wanted.get(name)
+        ]
+        for session in self.untouched:
+            for kind in KINDS:
+                name = key(kind, session)
+                assert now[name] == self.seen[name], f"a failed commit has changed {name}"
+        if self.declares:
+            allowed = self.store.declared | self.by_hand
+            changed = {name for name in now if now[name] != self.seen[name]} & now["keys"]
+            changed |= now["keys"] ^ self.seen["keys"]
+            assert changed <= allowed, f"not declared: {changed - allowed}"
+        self.untouched.clear()
+        self.by_hand.clear()
+        self.store.declared.clear()
+        self.seen = now
+
+    @invariant()
+    def the_laws_hold(self) -> None:
+        """What must be true of Redis alone, whatever the model says."""
+        now, rows = self.seen, {s: self.seen[key("slot", s)] for s in SESSIONS}
+        live = {s for s in SESSIONS if rows[s] and rows[s]["status"] != "closed"}
+        lost = self.lost_rows
+        assert now["sessions"] - lost == live - lost
+        waiting = {s for s in live if rows[s]["status"] == "waiting"}
+        assert set(now["queue"]) - lost == waiting - lost
+        for session in live - lost:
+            row = rows[session]
+            owners = [w for w in WORKERS if session in now[f"owned {w}"]]
+            assert owners == ([row["owner"]] if row["owner"] else [])
+            assert bool(row["owner"]) == (row["status"] != "waiting")
+            assert EntryId.parse(row["cursor"]) <= EntryId.parse(row["done"])
+            assert now[f"expire {session}"] == (False, False)
+            held = self.model.slots[session].row
+            assert held
+            answered = [i for i, f in now[key("out", session)].items()
+                        if "output" in f or "error" in f]  # fmt: skip
+            assert answered == held.answered, "every entry one reply, in order"
+        for session in set(SESSIONS) - live:
+            out = now[key("out", session)]
+            assert now[f"expire {session}"][0] == bool(rows[session])
+            assert session in lost or now[f"expire {session}"][1] == bool(out)
+        for session in now["aside"]:
+            assert now[key("aside", session)]
+            assert not now[key("aside", session)]["at"] or now[key("aside-in", session)]
+
+
+def test_any_schedule_leaves_what_the_model_leaves(store: Store) -> None:
+    class Machine(SlotTableMachine):
+        pass
+
+    Machine.store = store
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=int(os.environ.get("SLOT_TABLE_EXAMPLES", "150")),
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
