@@ -86,6 +86,10 @@ class Server:
         return self._process.pid
 
     @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def log(self) -> str:
         path = self.folder / "redis.log"
         return path.read_text() if path.exists() else ""
@@ -271,14 +275,15 @@ class Cluster(_Group):
     def wait_ok(self) -> None:
         """Wait until every node that runs says that all slots are served."""
         for server in self.servers:
-            if server._process is not None and server._process.poll() is None:
+            if server.runs:
                 until(lambda s=server: "cluster_state:ok" in s.call("CLUSTER", "INFO"), 20,
                       f"{server} says ok")  # fmt: skip
 
     def owner(self, slot: int) -> Server:
         """The primary that serves a slot, by its own word."""
         for server in self.servers:
-            for line in server.call("CLUSTER", "NODES").splitlines():
+            nodes = server.call("CLUSTER", "NODES").splitlines() if server.runs else ()
+            for line in nodes:
                 parts = line.split(" ")
                 if "myself" in parts[2] and any(_holds(part, slot) for part in parts[8:]):
                     return server

@@ -243,9 +243,9 @@ def test_every_script_touches_only_keys_that_it_has_declared(cluster):
         watching = redis.Redis(port=server.port, protocol=2, socket_timeout=5)
         with watching.monitor() as monitor:
             _a_whole_life(at, client, cluster.url)
-            at.line.call("ECHO", "the end")
+            at.line.call("ECHO", "@@over@@")
             lines: list[str] = []
-            while "the end" not in (lines[-1:] or [""])[0]:
+            while "@@over@@" not in (lines[-1:] or [""])[0]:
                 lines.append(monitor.connection.read_response().decode("latin-1"))
         watching.close()
     at.close()
