@@ -4,12 +4,15 @@ what has not is answered once, in order, in the bits of a run that nothing happe
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import socket
+import threading
+from pathlib import Path
 
 import pytest
+import redis
 
-from conftest import streams_of, wait_until
+from conftest import ThreadedWorker, streams_of, wait_until
 from mishaps import (
     Admin,
     Calm,
@@ -122,13 +125,12 @@ def test_a_redis_that_loads_for_seconds_is_waited_for(
         def loading() -> bool:
             try:
                 admin("PING")
-            except OSError as error:
+            except redis.RedisError as error:
                 refused.append(str(error))
-            except Exception as error:
-                refused.append(str(error))
-            return any("loading" in text.lower() for text in refused)
+            return any("loading the dataset" in text for text in refused)
 
-        starting = server_started_in_a_thread(server)
+        starting = threading.Thread(target=server.start)
+        starting.start()
         wait_until(loading, 20, "LOADING")
         starting.join(30)
         assert_undisturbed(traffic, calm)
@@ -137,18 +139,8 @@ def test_a_redis_that_loads_for_seconds_is_waited_for(
         admin.close()
 
 
-def server_started_in_a_thread(server):
-    import threading
-
-    thread = threading.Thread(target=server.start)
-    thread.start()
-    return thread
-
-
 @pytest.fixture
 def thread_worker_at():
-    from conftest import ThreadedWorker
-
     started = []
 
     def start(url, model, **settings):
@@ -182,9 +174,9 @@ def test_a_primary_that_is_a_replica_for_a_while_is_waited_for(
 
 @pytest.fixture
 def closed_port():
-    from slotstream.embedded import _free_port
-
-    return _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @on_both()
@@ -192,35 +184,34 @@ def test_a_redis_out_of_memory_is_waited_for_and_nothing_is_lost(
     redis_url, admin, thread_worker, model, calm, caplog
 ):
     worker = thread_worker(model, **FAST)
-    # Windows so wide that there are frames to answer when memory runs out.
     traffic = Traffic(redis_url, model, seed=4)
     traffic.reach(0.3)
     admin.config("maxmemory", 1)
     pass_time(2)
+    came = traffic.replies
     admin.config("maxmemory", 0)
+    assert came < traffic.total
     assert_undisturbed(traffic, calm)
-    said = complaints(caplog)
-    assert len(said) <= 7, said[:30]
+    assert_noted_briefly(caplog)
     assert_serves_on(worker, redis_url, model)
 
 
 def test_a_redis_that_cannot_save_is_waited_for_and_nothing_is_lost(
-    redis_url, admin, thread_worker, model, calm, caplog, tmp_path
+    redis_url, admin, thread_worker, model, calm, caplog
 ):
     worker = thread_worker(model, **FAST)
     traffic = Traffic(redis_url, model, seed=5)
     traffic.reach(0.3)
-    folder = admin("CONFIG", "GET", "dir")
-    folder = folder[b"dir"] if isinstance(folder, dict) else folder[1]
-    (tmp_path / "gone").mkdir()
-    admin.config("save", "3600 1")
-    admin.config("dir", str(tmp_path / "gone"))
-    shutil.rmtree(tmp_path / "gone")
+    admin.config("save", "3600 1000000")
+    in_the_way = Path(admin.redis.config_get("dir")["dir"]) / "dump.rdb"
+    in_the_way.mkdir()  # a file cannot take the place of a folder
     admin("BGSAVE")
     wait_until(lambda: refuses(admin, "MISCONF"), 10, "MISCONF")
     pass_time(1.5)
-    admin.config("dir", folder)
+    came = traffic.replies
+    in_the_way.rmdir()
     admin("BGSAVE")
+    assert came < traffic.total
     assert_undisturbed(traffic, calm)
     assert_noted_briefly(caplog)
     assert_serves_on(worker, redis_url, model)
@@ -230,8 +221,8 @@ def refuses(admin, word):
     """Whether a write is refused with that word."""
     try:
         admin("SET", "probe", 1)
-    except Exception as error:
-        return word in str(error)
+    except redis.RedisError as error:
+        return word in f"{type(error).__name__} {error}"
     return False
 
 
@@ -314,12 +305,11 @@ def test_a_restart_with_nothing_tells_every_reader_and_new_sessions_are_served(
 
 
 @on_both()
-@pytest.mark.parametrize("seed", [9, 10, 11])
 def test_a_flush_tells_every_reader_and_new_sessions_are_served(
-    redis_url, admin, thread_worker, model, calm, caplog, seed
+    redis_url, admin, thread_worker, model, calm, caplog
 ):
     worker = thread_worker(model, **FAST)
-    traffic = Traffic(redis_url, model, seed=seed, sessions=8, rate_hz=60, frames=90)
+    traffic = Traffic(redis_url, model, seed=9, sessions=8, rate_hz=60, frames=90)
     traffic.reach(0.3)
     admin("FLUSHALL")
     assert_all_forgotten(traffic, calm)

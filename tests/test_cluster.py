@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -474,6 +475,37 @@ def test_without_a_replica_that_keeps_up_frames_are_lost_but_no_reply_comes_twic
 
 
 # Who is asked where the keys are
+
+
+def test_of_a_batch_only_what_was_not_answered_is_sent_again(cluster):
+    """Not what another server has taken already, while a slot of this one moves."""
+    keys = [Keys("batch", p).control for p in range(PARTITIONS)]
+    moves = hash_slot(keys[0])
+    source = cluster.owner(moves)
+    target = next(p for p in cluster.primaries if p is not source)
+    with Client(cluster.url, "batch") as client:
+        cluster.begin_move(moves, source, target)  # a key that is not there is sent elsewhere
+        done: dict[int, Any] = {}
+        commands = [("XADD", key, "*", "op", "none") for key in keys]
+        for _ in range(3):
+            with pytest.raises(AskError):
+                client.link.try_calls(commands, done)
+        assert set(done) == set(range(1, PARTITIONS))
+        cluster.end_move(moves, source, target)
+        writing = threading.Thread(target=lambda: client.link.calls(commands[:1]))
+        writing.start()
+        writing.join(10)
+        assert [client.link.call("XLEN", key) for key in keys] == [1] * PARTITIONS
+
+
+def test_a_session_closed_before_any_worker_has_seen_it_ends_for_its_reader(cluster, worker_at):
+    worker_at(cluster.url, app="early").drain()
+    with Client(cluster.url, "early") as client:
+        session = client.open()
+        session.close()
+        worker_at(cluster.url, app="early")
+        (last,) = session.replies(10)
+        assert (last.reason, last.cancelled) == ("close", 0)
 
 
 def test_a_node_that_has_been_cut_off_is_not_asked_again_and_again(monkeypatch):

@@ -254,7 +254,7 @@ class Model:
         self.sessions.add(session)
         self.enqueue(session, 1)
 
-    def close(self, session: str, fields: Fields) -> None:
+    def close(self, session: str, _fields: Fields) -> None:
         row = self.slots[session].row
         if row and row.status == "waiting":
             self.finish(session, "close")
@@ -417,6 +417,8 @@ class Model:
         if commit.reason == "idle" and slot.unanswered():
             return "busy"
         assert slot.out
+        if answers and answers[0].id <= slot.out.last:
+            return "refused"
         closing = answers.pop() if answers and commit.reason == "end" else None
         for answer in answers:
             assert slot.inbox
@@ -742,7 +744,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.adopt(worker, rows)
 
     def adopt(self, worker: str, rows: Sequence[Row]) -> None:
-        """Go on from the rows, as recovery does; the state must be the one of uninterrupted runs."""
+        """Go on from the rows, as recovery does, and come to the state of uninterrupted runs."""
         for row in rows:
             held = self.model.slots[row.session].row
             assert held
@@ -797,7 +799,9 @@ class SlotTableMachine(RuleBasedStateMachine):
         view = views[work["pick"] % len(views)]
         answers: list[Answer] = []
         state, action, reason, mark = view.state, "", "", ""
-        for k, (entry, fields) in enumerate(self.model.slots[view.session].behind(view.base).items()):
+        for k, (entry, fields) in enumerate(
+            self.model.slots[view.session].behind(view.base).items()
+        ):
             if k == work["n"]:
                 break
             if "op" in fields:
@@ -858,7 +862,7 @@ class SlotTableMachine(RuleBasedStateMachine):
     def begin_trial(self, worker: str, pick: int) -> None:
         if self.views:
             view = self.views[pick % len(self.views)]
-            sender = worker if pick > 8 else view.worker
+            sender = worker if pick > 8 else view.worker  # sometimes not the owner
             answer = self.tables[sender].begin_trial(view.session, view.epoch)
             assert answer == self.model.begin_trial(sender, view.session, view.epoch)
 
@@ -892,6 +896,25 @@ class SlotTableMachine(RuleBasedStateMachine):
         assert ([row.session for row in taken.rows], taken.put_back, taken.closed,
                 taken.set_aside) == wanted  # fmt: skip
         self.adopt(worker, taken.rows)
+
+    @rule(
+        old=one_worker,
+        trials=st.sampled_from([0, 1, 2]),
+        cancelled=st.booleans(),
+        room=st.sampled_from([3, 1, 0]),
+    )
+    def die(self, old: str, trials: int, cancelled: bool, room: int) -> None:
+        """A worker dies of a suspect, whose producer may have cancelled what waited."""
+        worker = WORKERS[WORKERS.index(old) - 1]
+        for view in [v for v in self.views if v.worker == old and not v.stale][:1]:
+            for _ in range(trials):
+                self.begin_trial(old, self.views.index(view))
+            waits = self.model.slots[view.session].behind(view.base) if cancelled else {}
+            for entry in list(waits):
+                known = list(self.model.slots[view.session].behind(ZERO))
+                self.cancel(view.session, known.index(entry))
+        self.lease(old, False)
+        self.take(worker, old, room, False)
 
     # Operators, and Redis's own losses
 
@@ -982,14 +1005,11 @@ class SlotTableMachine(RuleBasedStateMachine):
 
 
 def test_any_schedule_leaves_what_the_model_leaves(store: Store) -> None:
-    class Machine(SlotTableMachine):
-        pass
-
-    Machine.store = store
+    SlotTableMachine.store = store
     run_state_machine_as_test(
-        Machine,
+        SlotTableMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SLOT_TABLE_EXAMPLES", "150")),
+            max_examples=int(os.environ.get("SLOT_TABLE_EXAMPLES", "110")),
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
@@ -999,3 +1019,353 @@ def test_any_schedule_leaves_what_the_model_leaves(store: Store) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+# What random schedules do not reach
+
+
+def opened(store: Store, *sessions: str, replies: str = "", **settings: Any) -> dict[str, Row]:
+    """Open sessions and claim them."""
+    extra = ("replies", replies) if replies else ()
+    for session in sessions:
+        store.line.call("XADD", KEYS.control, "*", "op", "open", "session", session, *extra)
+    table = store.table(**settings)
+    raws = store.line.call("XRANGE", KEYS.control, "-", "+")
+    assert table.apply_control([(i, pairs(f)["session"]) for i, f in raws]) == (len(sessions), 0)
+    return {row.session: row for row in table.claim(sessions)}
+
+
+def push(store: Store, session: str, *entries: EntryId) -> None:
+    for entry in entries:
+        store.line.call("XADD", KEYS.inbox(session), str(entry), "frame", "x")
+
+
+def answer(entry: EntryId) -> Answer:
+    return Answer(entry, ("output", "y"))
+
+
+def replies(store: Store, session: str) -> list[tuple[EntryId, Fields]]:
+    return list(stream(store.line.call("XRANGE", KEYS.outbox(session), "-", "+")).items())
+
+
+def left(store: Store, session: str) -> list[EntryId]:
+    return list(stream(store.line.call("XRANGE", KEYS.inbox(session), "-", "+")))
+
+
+def status(store: Store, session: str) -> str:
+    value = store.line.call("HGET", KEYS.row(session), "status")
+    return (value or b"").decode()
+
+
+SAVED = Checkpoint(b"state", "layout", "w1")
+LARGE = [
+    EntryId(5, TOP), EntryId(9, 9), EntryId(9, 99), EntryId(99, 0), EntryId(2**53, 2**53),
+    EntryId(2**53 - 1, TOP), EntryId(TOP - 1, TOP), EntryId(TOP, 0), EntryId(TOP, TOP - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", LARGE, ids=str)
+def test_a_checkpoint_trims_up_to_its_entry_and_no_further(store: Store, entry: EntryId) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", EntryId(1), EntryId(1, 1), entry, entry.next())
+    commit = Commit("a", row.epoch, row.cuts, ZERO,
+                    tuple(map(answer, (EntryId(1), EntryId(1, 1), entry))), SAVED)  # fmt: skip
+    assert store.table().commit([commit]) == ["ok"]
+    assert left(store, "a") == [entry.next()]
+    assert store.table().commit([commit]) == ["applied"]
+
+
+@pytest.mark.parametrize("entry", LARGE, ids=str)
+def test_a_last_reply_has_the_id_after_the_larger_one(store: Store, entry: EntryId) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", EntryId(1), entry)
+    commit = Commit("a", row.epoch, row.cuts, ZERO, (answer(EntryId(1)),), None, "end", "close")
+    assert store.table().commit([commit]) == ["ok"]
+    wanted = {"end": "1", "reason": "close", "cancelled": "1"}
+    assert replies(store, "a")[1:] == [(EntryId(1), {"output": "y"}), (entry.next(), wanted)]
+    assert store.line.call("HGET", KEYS.row("a"), "end").decode() == str(entry.next())
+
+
+def test_the_largest_id_there_is_can_be_answered_checkpointed_and_ended(store: Store) -> None:
+    last = EntryId(TOP, TOP)
+    rows = opened(store, "a", "b", "c")
+    for session in rows:
+        push(store, session, EntryId(1), last)
+    both = (answer(EntryId(1)), answer(last))
+    table = store.table()
+    assert table.commit([Commit(s, row.epoch, row.cuts, ZERO, both, *how)
+                         for (s, row), how in zip(rows.items(), (
+                             (SAVED,), (None, "end", "end"), (None, "end", "close")),
+                             strict=True)]) == ["ok"] * 3  # fmt: skip
+    assert left(store, "a") == []
+    wanted = {"output": "y", "end": "1", "reason": "end", "cancelled": "0"}
+    assert replies(store, "b")[-1] == (last, wanted)
+    assert [status(store, session) for session in rows] == ["live", "closed", "closed"]
+    assert store.line.call("EXISTS", KEYS.inbox("b"), KEYS.inbox("c")) == 0
+    # A mark has no id left in `in`: the session closes all the same.
+    store.line.call("XADD", KEYS.control, "*", "op", "close", "session", "a")
+    ((entry, _),) = store.line.call("XRANGE", KEYS.control, "-", "+")
+    assert table.apply_control([(entry, "a")]) == (1, 0)
+    assert status(store, "a") in ("closing", "closed")
+
+
+@pytest.mark.parametrize("part", ["ms", "seq"])
+def test_ids_that_are_equal_as_doubles_are_told_apart(store: Store, part: str) -> None:
+    row = opened(store, "a")["a"]
+    low, high = (EntryId(2**53 + k) if part == "ms" else EntryId(7, 2**53 + k) for k in (0, 1))
+    push(store, "a", low, high)
+    table = store.table()
+    first = Commit("a", row.epoch, row.cuts, ZERO, (answer(low),), SAVED)
+    assert table.commit([first]) == ["ok"]
+    assert left(store, "a") == [high]
+    wrong = Commit("a", row.epoch, row.cuts, high, (answer(high.next()),))
+    assert table.commit([wrong, first]) == ["lost", "applied"]
+    line = store.lines[WORKERS[0]]
+    assert line.script(CANCEL, [KEYS.row("a"), KEYS.inbox("a")], [str(low)]) == -1
+    ends = Commit("a", row.epoch, row.cuts, low, (), None, "end", "close")
+    assert table.commit([ends]) == ["ok"]
+    assert replies(store, "a")[-1] == (
+        high.next(), {"end": "1", "reason": "close", "cancelled": "1"}
+    )  # fmt: skip
+
+
+def test_control_is_applied_in_order_and_stops_at_an_older_head(store: Store) -> None:
+    for op, session in (("open", "a"), ("close", "a"), ("open", "b"), ("open", "a")):
+        store.line.call("XADD", KEYS.control, "*", "op", op, "session", session)
+    heard = [(i, pairs(f)["session"]) for i, f in store.line.call("XRANGE", KEYS.control, "-", "+")]
+    table = store.table()
+    assert table.apply_control(heard[1:]) == (0, 0)
+    assert store.line.call("XLEN", KEYS.control) == 4
+    assert table.apply_control([*heard[:1], *heard[2:]]) == (1, 0)
+    assert status(store, "a") == "waiting"
+    assert status(store, "b") == ""
+    assert table.apply_control(heard[:2]) == (1, 0)  # the first has been applied by another
+    assert status(store, "a") == "closed"
+    assert table.apply_control(heard) == (2, 0)
+    assert status(store, "a") == status(store, "b") == "waiting"
+    assert store.line.call("ZRANGE", KEYS.waiting, 0, -1) == [b"b", b"a"]
+    assert table.apply_control(heard) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("op", "open"), ("session", "a"), ("op", "reopen", "session", "a"), ("x", "y"),
+        ("op", "", "session", "a"), ("op", "open", "session", ""),
+        ("op", "open", "session", "a" * 129), ("op", "open", "session", "a b"),
+        ("op", "open", "session", "a\n"), ("op", "open", "session", "a\0"),
+        ("op", "open", "session", "\u00e9"), ("op", "open", "session", b"\xe9"),
+        ("op", "open", "session", "{a}"), ("op", "open", "session", "a", "token", "t" * 65),
+        ("op", "open", "session", "a", "token", b"\xff" * 65),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("declares", [False, True])
+def test_control_that_is_not_understood_is_deleted_and_counted(
+    store: Store, fields: tuple[bytes | str, ...], declares: bool
+) -> None:
+    store.line.call("XADD", KEYS.control, "*", *fields)
+    store.line.call("XADD", KEYS.control, "*", "op", "open", "session", "b")
+    heard = [
+        (i, dict(zip(f[::2], f[1::2], strict=True)).get(b"session", b"").decode("latin-1"))
+        for i, f in store.line.call("XRANGE", KEYS.control, "-", "+")
+    ]
+    assert store.table(declares=declares).apply_control(heard) == (1, 1)
+    assert store.line.call("XLEN", KEYS.control) == 0
+    assert store.line.call("SMEMBERS", KEYS.sessions) == [b"b"]
+    assert sorted(store.line.call("KEYS", "*slot:*")) == [KEYS.row("b").encode()]
+
+
+def test_a_token_of_64_bytes_and_a_name_of_128_are_understood(store: Store) -> None:
+    name, token = "aZ09._:/-" + "n" * 119, b"\xff" * 64
+    for _ in range(2):
+        entry = store.line.call(
+            *("XADD", KEYS.control, "*", "op", "open", "session", name, "token", token)
+        )
+        assert store.table().apply_control([(entry, name)]) == (1, 0)
+    assert store.line.call("HGET", KEYS.row(name), "token") == token
+    assert [row.session for row in store.table().claim([name])] == [name]
+
+
+HOW = {
+    "answers": ((answer(EntryId(1)),), None, "", ""),
+    "checkpoint": ((), SAVED, "", ""),
+    "answers and checkpoint": ((answer(EntryId(1)),), SAVED, "", ""),
+    "handback": ((), SAVED, "handback", ""),
+    "end": ((answer(EntryId(1)),), None, "end", "end"),
+    "close": ((answer(EntryId(1)),), None, "end", "close"),
+    "idle": ((), None, "end", "idle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("harm", ["in", "out", "out exhausted", "out ahead"])
+@pytest.mark.parametrize("waits", ["", "wait"])
+def test_a_session_whose_keys_are_spoilt_harms_no_other_of_the_commit(
+    store: Store, how: str, harm: str, waits: str
+) -> None:
+    rows = opened(store, "a", "b", "c", replies=waits)
+    push(store, "a", EntryId(1), EntryId(2))
+    push(store, "c", EntryId(1), EntryId(2))
+    if how != "idle":
+        push(store, "b", EntryId(1), EntryId(2))
+    spoilt = key(harm.split(maxsplit=1)[0], "b")
+    if harm in ("in", "out"):
+        store.line.call("SET", spoilt, "no stream")
+    else:
+        store.line.call("XADD", spoilt, f"{TOP}-{TOP}" if "ex" in harm else "9-0", "x", "y")
+    good = HOW["answers and checkpoint"]
+    commits = [
+        Commit(s, rows[s].epoch, rows[s].cuts, ZERO, *(HOW[how] if s == "b" else good))
+        for s in "abc"
+    ]
+    results = store.table().commit(commits)
+    assert (results[0], results[2]) == ("ok", "ok")
+    assert results[1] in ("ok", "refused")
+    for session in "ac":
+        assert left(store, session) == [EntryId(2)]
+        assert [entry for entry, _ in replies(store, session)] == [OPENED, EntryId(1)]
+    # And it can be ended, which is what a worker does then.
+    if results[1] == "refused":
+        assert (status(store, "b"), store.line.call("HGET", KEYS.row("b"), "done")) == (
+            "live", b"0-0")  # fmt: skip
+        row = rows["b"]
+        ends = Commit("b", row.epoch, row.cuts, ZERO, (), None, "end", "reply_conflict")
+        assert store.table().commit([ends]) == ["ok"]
+        assert status(store, "b") == "closed"
+        assert store.line.call("PTTL", KEYS.row("b")) > 0
+
+
+def test_an_idle_end_that_comes_too_late_changes_nothing(store: Store) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", EntryId(1), EntryId(2))
+    before = store.line.call("HGETALL", KEYS.row("a")), replies(store, "a")
+    for answers in ((), (answer(EntryId(1)),)):
+        idle = Commit("a", row.epoch, row.cuts, ZERO, answers, None, "end", "idle")
+        assert store.table().commit([idle]) == ["busy"]
+        assert (store.line.call("HGETALL", KEYS.row("a")), replies(store, "a")) == before
+
+
+def kill(store: Store, attempts: int) -> None:
+    """The first worker dies with its session `a`, of which it had counted attempts."""
+    table = store.table(max_attempts=attempts)
+    epoch = store.line.call("HGET", KEYS.row("a"), "epoch")
+    for _ in range(attempts):
+        assert table.begin_trial("a", epoch)
+    other = store.table(WORKERS[2], max_attempts=attempts)
+    taken = other.take(other.owned(WORKERS[0]), WORKERS[0], "dead", 5)
+    assert (len(taken.rows), taken.put_back, taken.closed, taken.set_aside) == (0, 0, 0, 1)
+
+
+def test_a_session_set_aside_is_kept_whole_and_comes_back_as_it_was(store: Store) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", *(EntryId(k) for k in range(1, 6)))
+    table = store.table()
+    first = Commit("a", row.epoch, row.cuts, ZERO, (answer(EntryId(1)),), SAVED)
+    bad = Answer(EntryId(2), ("error", error("launch")), effect=False)
+    second = Commit("a", row.epoch, row.cuts, EntryId(1), (bad,))
+    assert table.commit([first]) + table.commit([second]) == ["ok", "ok"]
+    before = dict(pairs(store.line.call("HGETALL", KEYS.row("a"))))
+    kill(store, 4)
+    assert replies(store, "a")[-1] == (
+        EntryId(3), {"error": "quarantined", "end": "1", "reason": "quarantined", "cancelled": "2"}
+    )  # fmt: skip
+    aside = pairs(store.line.call("HGETALL", key("aside", "a")))
+    assert (aside.pop("at"), aside.pop("attempts")) == ("3-0", "4")
+    assert abs(int(aside.pop("set_aside")) - time.time()) < 30
+    assert aside == {name: value for name, value in before.items() if name != "attempts"}
+    kept = store.line.call("XRANGE", key("aside-in", "a"), "-", "+")
+    assert list(stream(kept)) == [EntryId(k) for k in range(2, 6)]
+    assert store.line.call("SMEMBERS", KEYS.aside) == [b"a"]
+    assert store.line.call("PTTL", key("aside", "a")) == -1
+    # Its id used again, or with entries: it stays where it is.
+    push(store, "a", EntryId(9))
+    assert store.retry("a") == 0
+    store.line.call("DEL", KEYS.inbox("a"))
+    opened(store, "a")
+    assert store.retry("a") == 0
+    assert store.retry("b") == 0
+    row = table.take([b"a"], WORKERS[0], "self", 1).rows[0]
+    ends = Commit("a", row.epoch, row.cuts, ZERO, (), None, "end", "close")
+    assert table.commit([ends]) == ["ok"]
+    assert store.retry("a") == 1
+    assert store.retry("a") == 0
+    (again,) = table.claim(["a"])
+    assert (again.cursor, again.done, again.state, again.count, again.skipped, again.attempts) == (
+        EntryId(1), EntryId(2), b"state", 1, {EntryId(2)}, 0)  # fmt: skip
+    assert int(again.epoch) > int(row.epoch)
+    assert left(store, "a") == [EntryId(k) for k in range(2, 6)]
+    assert store.line.call("EXISTS", key("aside", "a"), key("aside-in", "a"), KEYS.aside) == 0
+    assert replies(store, "a") == [(OPENED, {"op": "opened", "worker": WORKERS[0]})]
+    assert store.line.call("PTTL", KEYS.outbox("a")) == store.line.call("PTTL", KEYS.row("a")) == -1
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_session_set_aside_with_nothing_unanswered_tells_its_reader(
+    store: Store, done: int
+) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", EntryId(1), EntryId(2))
+    if done:
+        first = Commit("a", row.epoch, row.cuts, ZERO, (answer(EntryId(1)),))
+        assert store.table().commit([first]) == ["ok"]
+    for entry in (EntryId(1), EntryId(2))[done:]:
+        store.lines[WORKERS[0]].script(CANCEL, [KEYS.row("a"), KEYS.inbox("a")], [str(entry)])
+    kill(store, 3)
+    # It answers no entry, so its id follows the larger of the last ids of `in` and `out`.
+    assert replies(store, "a")[-1] == (
+        EntryId(2, 1),
+        {"error": "quarantined", "end": "1", "reason": "quarantined", "cancelled": "0"},
+    )
+
+
+def test_what_is_set_aside_has_no_entries_of_an_earlier_session_of_its_id(store: Store) -> None:
+    opened(store, "a")
+    push(store, "a", EntryId(1), EntryId(2))
+    kill(store, 3)
+    opened(store, "a")
+    kill(store, 3)  # this one has never had an `in`
+    assert store.line.call("XLEN", key("aside-in", "a")) == 0
+    assert store.retry("a") == 1
+    assert left(store, "a") == []
+
+
+def test_a_session_that_redis_lost_counts_only_what_has_no_reply(store: Store) -> None:
+    row = opened(store, "a")["a"]
+    push(store, "a", *(EntryId(k) for k in range(1, 6)))
+    first = Commit("a", row.epoch, row.cuts, ZERO, (answer(EntryId(1)), answer(EntryId(2))))
+    assert store.table().commit([first]) == ["ok"]
+    entry = store.line.call("XADD", KEYS.control, "*", "op", "close", "session", "a")
+    assert store.table().apply_control([(entry, "a")]) == (1, 0)
+    mark = left(store, "a")[-1]
+    store.line.call("DEL", KEYS.row("a"))
+    assert store.table().forget({"a": EntryId(4), "b": ZERO}) == 2
+    assert store.table().forget({"a": EntryId(4)}) == 0
+    assert replies(store, "a")[-1] == (
+        mark.next(), {"error": "forgotten", "end": "1", "reason": "forgotten", "cancelled": "3"}
+    )  # fmt: skip
+    assert all(store.line.call("PTTL", name) > 0 for name in (KEYS.row("a"), KEYS.outbox("a")))
+    assert store.table().take([b"a"], WORKERS[0], "self", 5).rows == []
+    assert store.table().owned() == set()
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_128_sessions_with_states_are_one_call(store: Store, declares: bool, capsys: Any) -> None:
+    sessions = [f"s{k}" for k in range(128)]
+    rows = opened(store, *sessions, declares=declares)
+    for session in sessions:
+        push(store, session, EntryId(1))
+    saved = Checkpoint(bytes(1024), "layout", "w")
+    commits = [
+        Commit(s, rows[s].epoch, rows[s].cuts, ZERO, (Answer(EntryId(1), ("output", bytes(64))),),
+               saved) for s in sessions
+    ]  # fmt: skip
+    store.line.call("SLOWLOG", "RESET")
+    store.line.call("CONFIG", "SET", "slowlog-log-slower-than", 0)
+    assert store.table(declares=declares).commit(commits) == ["ok"] * 128
+    took = [one[2] for one in store.line.call("SLOWLOG", "GET", 9) if one[3][0] in
+            (b"EVALSHA", b"EVAL")]  # fmt: skip
+    store.line.call("CONFIG", "SET", "slowlog-log-slower-than", 10_000)
+    assert len(took) == 1
+    with capsys.disabled():
+        print(f"\n128 sessions, 1 KiB each, declares={declares}: Redis held for {took[0]} us")
