@@ -348,7 +348,7 @@ def test_a_session_that_loses_its_row_while_an_answer_is_due_is_told_so(
 def test_idle_sessions_are_told_of_a_flush_too_and_their_ids_can_be_used_again(
     redis_url, admin, thread_worker, model
 ):
-    thread_worker(model, **FAST)
+    thread_worker(model, max_sessions=32, **FAST)
     frame = streams_of(1, 1, model.frame_shape, seed=13)["s0"][0]
     with Client(redis_url) as client:
         sessions = client.open_many([f"quiet/{k}" for k in range(20)])
