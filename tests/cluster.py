@@ -316,6 +316,23 @@ class Cluster(_Group):
         others = [p for p in self.primaries if p not in (source, target)]
         for server in (target, source, *others):
             server.call("CLUSTER", "SETSLOT", slot, "NODE", self.ids[target])
+        # A node takes an epoch without asking the others; until all have heard of it, a second
+        # move could take the same one, and then they never agree whose the slot is.
+        until(self._agreed, 20, "all nodes agree who serves what")
+
+    def _agreed(self) -> bool:
+        views = set()
+        for server in self.servers:
+            if server.runs:
+                nodes = [n.split(" ") for n in server.call("CLUSTER", "NODES").splitlines()]
+                views.add(
+                    frozenset(
+                        (n[0], n[6], *[part for part in n[8:] if not part.startswith("[")])
+                        for n in nodes
+                        if "master" in n[2] and "fail" not in n[2]
+                    )
+                )
+        return len(views) == 1
 
     def all_keys(self) -> Iterator[str]:
         """Every key of every primary."""

@@ -310,7 +310,7 @@ def test_a_worker_is_refused_the_server_s_settings_and_other_apps(guarded):
         ("EVAL", "return redis.call('FLUSHALL')", 0),
         ("EVAL", "return redis.call('DEL', '{other:0}:slot:x')", 0),
     ):
-        with pytest.raises(redis.ResponseError, match="ermission|can.t (run|access)"):
+        with pytest.raises(redis.ResponseError, match=r"ermission|can.t (run|access)"):
             worker.execute_command(*command)
     worker.close()
 

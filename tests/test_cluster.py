@@ -186,8 +186,8 @@ def test_slots_that_move_under_traffic_lose_repeat_and_change_nothing(
         moves += 1
         time.sleep(rng.random() * 0.15)
     assert_same(producer.finish(), calm(streams))
-    assert moves >= 8, "too few moves to mean anything"
-    assert keys > 8 * moves
+    assert moves >= 6, "too few moves to mean anything"
+    assert keys > 6 * moves
     assert worker.worker.metrics.reconnects._value.get() >= 4
     worker.drain()
     # No stream of frames is left of the sessions that have ended, nor anything of the worker.
@@ -527,3 +527,13 @@ def test_a_node_that_has_been_cut_off_is_not_asked_again_and_again(monkeypatch):
         endpoint.forget()
     assert found == {7001, 7002}
     assert set(asked) == {7001, 7002}
+
+
+def test_a_line_can_be_opened_anew_as_often_as_it_breaks(cluster):
+    """The client library's pool counts them all, and refuses some hundred in its newer versions."""
+    endpoint = Endpoint(cluster.url)
+    for _ in range(400):
+        line = Line(endpoint.pool("x"))
+        line.close()
+    assert endpoint.pool("x").max_connections > 10**9
+    endpoint.close()

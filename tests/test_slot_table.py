@@ -1009,7 +1009,7 @@ def test_any_schedule_leaves_what_the_model_leaves(store: Store) -> None:
     run_state_machine_as_test(
         SlotTableMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SLOT_TABLE_EXAMPLES", "110")),
+            max_examples=int(os.environ.get("SLOT_TABLE_EXAMPLES", "95")),
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

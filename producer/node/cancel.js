@@ -48,9 +48,16 @@ if open then
   end
 end
 
+local after = '(' .. (open and redis.call('HGET', KEYS[1], 'done') or '0-0')
+local oldest = redis.call('XRANGE', KEYS[2], after, '+', 'COUNT', 1)[1]
 local deleted = redis.call('XDEL', KEYS[2], ARGV[1])
 if open and deleted == 1 then
   redis.call('HINCRBY', KEYS[1], 'cuts', 1)
+  local now = redis.call('XRANGE', KEYS[2], after, '+', 'COUNT', 1)[1]
+  if not now or now[1] ~= oldest[1] then
+    -- Its workers may have died of this entry: the next one is not blamed for it.
+    redis.call('HSET', KEYS[1], 'attempts', '0', 'trial', '0')
+  end
 end
 return deleted
 `;

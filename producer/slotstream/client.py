@@ -168,8 +168,16 @@ class Client:
         statuses = self.link.calls(
             [("HGET", k.row(name), "status") for name, k in zip(names, keys, strict=True)]
         )
+        aside = self.link.calls(
+            [("SISMEMBER", k.aside, name) for name, k in zip(names, keys, strict=True)]
+        )
         left = []
-        for name, k, status in zip(names, keys, statuses, strict=True):
+        for name, k, status, kept in zip(names, keys, statuses, aside, strict=True):
+            if kept:
+                raise SessionExists(
+                    f"session {name} was set aside; `slotstream retry {name}` goes on with it, with "
+                    "--discard it is deleted, and then its id is free"
+                )
             # Without a row too: a late push may have outlived the row of the session it was for.
             left += [("DEL", k.inbox(name)), ("DEL", k.outbox(name))]
             if status not in (None, b"closed"):

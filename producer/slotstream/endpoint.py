@@ -182,6 +182,8 @@ def _pool(url: str, name: str, address: tuple[str, int] | None = None) -> redis.
     # retries), and each of them has lost somebody data: so they are set here, once.
     pool = redis.ConnectionPool.from_url(
         url,
+        # The pool counts every connection it ever made for a line, and those are not given back.
+        max_connections=2**31,
         protocol=2,
         decode_responses=False,
         socket_timeout=SOCKET_TIMEOUT_S,

@@ -357,28 +357,36 @@ def health(url: str, app: str, name: str, here: bool) -> None:
 @click.argument("session")
 @redis_option
 @app_option
-def retry(session: str, url: str, app: str) -> None:
+@click.option("--discard", is_flag=True, help="Delete what was kept of it, instead of a retry.")
+def retry(session: str, url: str, app: str, discard: bool) -> None:
     """Put a session that was set aside back in the queue, from where it stood.
 
-    SESSION is an id that `slotstream aside` shows. Its producer attaches to it again and reads
-    its replies from the start.
+    SESSION is an id that `slotstream aside` shows. Its producer has read the `quarantined` reply;
+    it attaches to the session again and reads its replies from the start.
     """
     from slotstream.client import Client
     from slotstream_worker.store.luascripts import script
 
-    link = Client(url, app, patience_s=3.0).app
-    keys = link.keys(session)
+    held = Client(url, app, patience_s=3.0).app
+    keys = held.keys(session)
     names = [keys.control, *keys.shared(), *keys.of(session)]
-    done = link.link.call(
+    epoch = held.link.call("HGET", f"{keys.prefix}aside:{session}", "epoch") or b""
+    answer = held.link.call(
         *("EVAL", script("retry").text, len(names), *names),
-        *(keys.prefix, 0, 0, _DEFAULTS.max_attempts, session),
-    )
-    if not done:
-        raise click.ClickException(
-            f"session {session} is not set aside, or its id is in use again (then close that "
-            "session, and delete its stream of frames, first)"
-        )
-    click.echo(f"session {session} waits for a worker")
+        *(keys.prefix, 0, 0, _DEFAULTS.max_attempts, session, epoch),
+        "discard" if discard else "retry",
+    ).decode()
+    if answer != "ok":
+        raise click.ClickException(f"session {session} {_NOT_RETRIED[answer]}")
+    click.echo(f"session {session} " + ("is gone for good" if discard else "waits for a worker"))
+
+
+_NOT_RETRIED = {
+    "gone": "is not set aside",
+    "open": "is open: its id is in use again; close that session first",
+    "superseded": "has been opened anew since; what was kept can only be discarded (--discard)",
+    "busy": "has new entries in its stream; delete that stream first",
+}
 
 
 @click.command()

@@ -25,10 +25,10 @@ from slotstream_worker.store.table import Answer, Row
 log = logging.getLogger(__name__)
 
 SUSPICIOUS = 2
-"""Attempts from which a session is run alone; the script that counts them stops there too."""
+"""Attempts from which a session is run alone; the deaths of a whole company count to here."""
 
 MayRun = Callable[[int, str], bool]
-"""Asked with a suspect's partition and name before it runs alone, so that an attempt is counted."""
+"""Asked with a suspect's partition and name before it runs alone, so that Redis knows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Hosted:
     by an owner before: they run again, and nothing is published. `paused`: its reader is behind,
     and it asked that no reply be lost. `held`: why it cannot run here at all; nothing of it is
     changed, and it goes to another worker when this one drains. `attempts`: owners that died with
-    entries of it unanswered; `tried`: this owner's attempt has been counted.
+    entries of it under way.
     """
 
     session: str
@@ -58,7 +58,6 @@ class Hosted:
     paused: bool = False
     held: str = ""
     attempts: int = 0
-    tried: bool = False
     active_at: float = field(default_factory=monotonic)
     action: str = ""
     reason: str = ""
@@ -73,6 +72,13 @@ class Hosted:
     def suspect(self) -> bool:
         """Whether it may be what killed its owners: it then runs alone."""
         return self.attempts >= SUSPICIOUS
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether its stream is to be read on: a suspect needs an entry that nobody answered."""
+        if self.held or self.action == "end":
+            return False
+        return not self.queue or (self.suspect and self.queue[-1].id <= self.replay_to)
 
     @property
     def runnable(self) -> bool:
@@ -127,7 +133,8 @@ class Host:
         self._of: dict[int, dict[str, Hosted]] = {}
         self._acting: dict[int, dict[str, Hosted]] = {}
         self._ready: dict[str, Hosted] = {}  # have entries waiting; who ran last comes last
-        self._alone_next = self._publish_first = False
+        self._trial: Hosted | None = None
+        self._suspect_next = self._publish_first = False
 
     def __len__(self) -> int:
         return len(self.hosted)
@@ -143,7 +150,10 @@ class Host:
     @property
     def has_work(self) -> bool:
         """Whether a round could be formed now."""
-        return any(hosted.runnable for hosted in self._ready.values())
+        return any(
+            self._on_trial(hosted) if hosted.suspect else hosted.runnable
+            for hosted in self._ready.values()
+        )
 
     @property
     def room(self) -> int:
@@ -266,28 +276,43 @@ class Host:
     def form(self, *, may_run: MayRun = lambda _partition, _session: True) -> Round:
         """The oldest waiting entry of every session that has one, of as many as have a slot.
 
-        A suspect runs alone, after everything before it has been published and before anything
-        after it runs: if it kills this worker, no other session's work dies with it.
+        A suspect runs alone, from its replay to its first answer, after everything before it has
+        been published and before anything after it runs: if it kills this worker, no other
+        session's work dies with it, and no other session's frame is what it is blamed for.
         """
-        if self._publish_first and any(self._acting.values()):
-            return Round([], [])
-        self._publish_first = False
-        suspects = [h for h in self._ready.values() if h.suspect and h.runnable]
-        if suspects and self._alone_next:
+        if self._trial and not self._on_trial(self._trial):
+            self._trial = None
+            self._publish_first = True
+        if self._publish_first or self._trial:
             if any(self._acting.values()):
-                self._publish_first = True
                 return Round([], [])
-            self._alone_next, self._publish_first = False, True
-            return self._alone(suspects[0], may_run)
-        self._alone_next = True
+            self._publish_first = False
+        if self._trial:
+            return self._alone(self._trial)
+        if self._suspect_next:
+            suspects = [h for h in self._ready.values() if self._on_trial(h)]
+            if suspects:
+                if any(self._acting.values()):
+                    self._publish_first = True
+                    return Round([], [])
+                self._suspect_next = False
+                if may_run(suspects[0].partition, suspects[0].session):
+                    self._trial = suspects[0]
+                    return self._alone(suspects[0])
+        self._suspect_next = True
         return self._together()
 
-    def _alone(self, suspect: Hosted, may_run: MayRun) -> Round:
-        if not suspect.tried:
-            # Counted before it runs: there may be no after.
-            if not may_run(suspect.partition, suspect.session):
-                return Round([], [])
-            suspect.tried = True
+    def _on_trial(self, hosted: Hosted) -> bool:
+        """Whether it is a suspect that can be tried: it has an entry that nobody has answered."""
+        return (
+            hosted.suspect
+            and hosted.runnable
+            and hosted.queue[-1].id > hosted.replay_to
+            and self.hosted.get(hosted.session) is hosted
+        )
+
+    @staticmethod
+    def _alone(suspect: Hosted) -> Round:
         formed = Round([], [])
         formed.add(suspect)
         return formed

@@ -84,7 +84,7 @@ class Shard:
         return (
             inbox.news
             or self.publisher.waits
-            or any(s in self.hosted and not self.hosted[s].queue for s in inbox.changed)
+            or any(s in self.hosted and self.hosted[s].wants_more for s in inbox.changed)
         )
 
     def connect(self) -> None:
@@ -105,8 +105,10 @@ class Shard:
                     self._take(worker, "name")
 
     def leave(self) -> None:
-        """Delete the lease: this worker owns nothing here any more."""
+        """Put back what a claim's lost answer left, and delete the lease: nothing is owned here."""
         keys, worker = self.partition.keys, self.config.worker
+        while owned := self.partition.table.owned():
+            self.partition.table.take(owned, worker, "leave", 0)
         self.partition.line.calls(
             [
                 ("DEL", keys.lease(worker), keys.order(worker)),
@@ -157,8 +159,8 @@ class Shard:
         inbox.check()
 
     def may_run(self, suspect: Hosted) -> bool:
-        """Count an attempt of a suspect before it runs alone; whether it is still held."""
-        if self.partition.table.begin_trial(suspect.session, suspect.epoch):
+        """Say that a suspect is about to run alone; whether it is still held."""
+        if self.partition.table.begin_trial(suspect.session, suspect.epoch, suspect.cuts):
             return True
         self._dropped([suspect])
         return False
@@ -197,11 +199,7 @@ class Shard:
         """Read the streams that changed, of the sessions whose own queue has run out."""
         inbox, hosted = self.partition.inbox, self.hosted
         inbox.changed.intersection_update(hosted)
-        ask = {
-            name: hosted[name].read_to
-            for name in inbox.changed
-            if not hosted[name].queue and not hosted[name].held and hosted[name].action != "end"
-        }
+        ask = {name: hosted[name].read_to for name in inbox.changed if hosted[name].wants_more}
         if ask:
             for session, raws in inbox.read(ask, self.config.read_ahead).items():
                 self.host.feed(session, raws)
@@ -265,6 +263,8 @@ class Shard:
         return bool(self.config.name) and worker.rpartition(".")[0] == self.config.name
 
     def _take_from_the_dead(self) -> None:
+        if time.monotonic() < self._no_claims_until:
+            return
         table = self.partition.table
         workers = [w for w in table.workers() if w != self.config.worker]
         for worker, alive in zip(workers, table.alive(workers), strict=True):

@@ -17,7 +17,7 @@ from slotstream_worker.store.luascripts import script
 
 SESSIONS_A_CALL = 128
 BYTES_A_CALL = 256 * 1024
-"""A script holds Redis while it runs; these keep one to about a millisecond."""
+"""A script holds Redis while it runs; these keep one to a few milliseconds."""
 CLAIM_BYTES = 8 * 2**20
 SESSIONS_A_TAKE = 16
 
@@ -192,7 +192,7 @@ class SlotTable:
         return [Row.parse(raw) for raw in raws]
 
     def take(self, sessions: Iterable[bytes], old: str, why: str, room: int) -> Taken:
-        """Take what `old` owns: it is `dead`, of the same `name`, or the worker `self`."""
+        """Take what `old` owns; `why` is `dead`, `name`, `self` or `leave` (see take.lua)."""
         taken = Taken()
         names = [raw.decode() for raw in sessions]
         # Called for no sessions too: a worker that owns nothing is then forgotten.
@@ -215,9 +215,9 @@ class SlotTable:
             results += [raw.decode() for raw in self._run("commit", names, self.worker, *args)]
         return results
 
-    def begin_trial(self, session: str, epoch: bytes) -> bool:
-        """Count an attempt before a suspect runs; False where it is not this worker's any more."""
-        return bool(self._run("trial", [session], self.worker, session, epoch))
+    def begin_trial(self, session: str, epoch: bytes, cuts: bytes) -> bool:
+        """Say that a suspect is about to run alone; False where its row is not what was claimed."""
+        return bool(self._run("trial", [session], self.worker, session, epoch, cuts))
 
     def forget(self, last_ids: Mapping[str, EntryId]) -> int:
         """Tell the readers of sessions whose rows Redis has lost; returns how many."""

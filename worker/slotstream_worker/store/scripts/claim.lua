@@ -3,6 +3,7 @@
 -- has claimed meanwhile is passed over. Returns their rows.
 local worker, budget = ARGV[5], tonumber(ARGV[6])
 local claimed = {}
+if not alive(worker) then return claimed end
 for i = 7, #ARGV do
   local session = ARGV[i]
   local row = row_of(session)

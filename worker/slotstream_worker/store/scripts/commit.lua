@@ -17,11 +17,21 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
                       answers)
   local row = row_of(session)
   if not row or (row.status ~= 'live' and row.status ~= 'closing') or row.owner ~= worker
-      or row.epoch ~= epoch or row.cuts ~= cuts then
+      or row.epoch ~= epoch then
     return 'lost'
   end
+  -- Whatever becomes of the commit, its worker has lived through the trial.
+  if row.trial ~= '' and row.trial ~= '0' then
+    redis.call('HSET', key('slot', session), 'trial', '0')
+  end
+  if row.cuts ~= cuts then return 'lost' end
   local last = #answers > 0 and answers[#answers].id or base
   if row.done ~= base then return row.done == last and 'applied' or 'lost' end
+
+  if reason == 'idle'
+      and #redis.pcall('XRANGE', key('in', session), '(' .. last, '+', 'COUNT', 1) > 0 then
+    return 'busy'
+  end
 
   local slot, outbox = key('slot', session), key('out', session)
   local ending
@@ -55,7 +65,6 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
     finish(session, row, reason, ending.id, {unpack(ARGV, ending.from, ending.to)}, mark)
     return 'ok'
   end
-  if action == 'end' and reason == 'idle' and unanswered(session, row) then return 'busy' end
   if action == 'end' then
     row.done = last
     finish(session, row, reason, nil, nil, mark)
@@ -79,8 +88,9 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
     row.done = last
     requeue(session, row)
   end
-  if row.replies == 'wait' and redis.call('XLEN', outbox) >= tonumber(retention) then
-    return 'full'
+  if row.replies == 'wait' then
+    local length = redis.pcall('XLEN', outbox)
+    if type(length) == 'number' and length >= tonumber(retention) then return 'full' end
   end
   return 'ok'
 end

@@ -56,7 +56,7 @@ local function last_id(stream)
 end
 
 local FIELDS = {'status', 'owner', 'epoch', 'cursor', 'done', 'cuts', 'token', 'mark', 'replies',
-                'attempts'}
+                'attempts', 'trial'}
 
 local function row_of(session)
   local values = redis.pcall('HMGET', key('slot', session), unpack(FIELDS))
@@ -71,6 +71,12 @@ end
 local function enqueue(session, class)
   local arrival = redis.call('INCR', prefix .. 'epoch')
   redis.call('ZADD', prefix .. 'waiting', class * 4503599627370496 + arrival, session)
+end
+
+-- The id of a last reply that answers no entry.
+local function after_both(session)
+  local a, b = last_id(key('in', session)), last_id(key('out', session))
+  return after(later(a, b) and a or b)
 end
 
 -- The last reply of a session, and its row a tombstone that goes when the replies go.
@@ -91,7 +97,7 @@ end
 -- `id` and `fields` are the answer that the end rides on, if it answers an entry; `mark` is the
 -- id of a close mark that was reached, which is not counted.
 local function finish(session, row, reason, id, fields, mark)
-  local inbox, outbox = key('in', session), key('out', session)
+  local inbox = key('in', session)
   -- pcall: a producer that made `in` something else than a stream ends its own session only.
   trim(inbox, id or row.done)
   local cancelled = redis.pcall('XLEN', inbox)
@@ -103,11 +109,7 @@ local function finish(session, row, reason, id, fields, mark)
   for _, part in ipairs({'end', '1', 'reason', reason, 'cancelled', tostring(cancelled)}) do
     reply[#reply + 1] = part
   end
-  if not id then
-    local a, b = last_id(inbox), last_id(outbox)
-    id = after(later(a, b) and a or b)
-  end
-  bury(session, row, id, reply)
+  bury(session, row, id or after_both(session), reply)
 end
 
 -- The entries after `done` that are no close mark: the first one's id, and how many follow it.
@@ -128,13 +130,15 @@ local function set_aside(session, row)
   local first, behind = unanswered(session, row)
   redis.call('RENAME', key('slot', session), key('aside', session))
   redis.call('HSET', key('aside', session), 'set_aside', redis.call('TIME')[1], 'at', first or '')
+  local last = first or after_both(session)
+  redis.call('DEL', key('aside-in', session))  -- that of an earlier session of this id
   if redis.call('EXISTS', key('in', session)) == 1 then
     redis.call('RENAME', key('in', session), key('aside-in', session))
   end
   redis.call('SADD', prefix .. 'aside', session)
   local text = 'the session was running each time its worker died, ' .. row.attempts ..
                ' times, and has been set aside; an operator can list and retry it'
-  bury(session, row, first or after(row.done),
+  bury(session, row, last,
        {'error', cmsgpack.pack({code = 'quarantined', message = text}), 'end', '1',
         'reason', 'quarantined', 'cancelled', tostring(behind)})
 end
@@ -146,13 +150,16 @@ local function requeue(session, row)
   enqueue(session, 0)
 end
 
+-- Whether the worker counts as alive; one that does not must not own anything new.
+local function alive(worker) return redis.call('EXISTS', prefix .. 'lease:' .. worker) == 1 end
+
 -- Make `worker` the owner under a new epoch; returns what it needs to go on from the row.
 local function own(session, row, worker)
   local slot, outbox = key('slot', session), key('out', session)
   local epoch = redis.call('INCR', prefix .. 'epoch')
   if row.owner ~= '' then redis.call('SREM', prefix .. 'owned:' .. row.owner, session) end
   redis.call('SADD', prefix .. 'owned:' .. worker, session)
-  redis.call('HSET', slot, 'status', 'live', 'owner', worker, 'epoch', epoch)
+  redis.call('HSET', slot, 'status', 'live', 'owner', worker, 'epoch', epoch, 'trial', '0')
   redis.call('ZREM', prefix .. 'waiting', session)
   if redis.call('EXISTS', outbox) == 0 then
     redis.pcall('XADD', outbox, '0-1', 'op', 'opened', 'worker', worker)

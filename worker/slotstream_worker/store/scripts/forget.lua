@@ -7,11 +7,17 @@ for i = 5, #ARGV, 2 do
     local a, b = last_id(key('in', session)), last_id(key('out', session))
     local id = later(a, b) and a or b
     if later(ARGV[i + 1], id) then id = ARGV[i + 1] end
-    local waiting = redis.pcall('XLEN', key('in', session))
+    local behind, cancelled = redis.pcall('XRANGE', key('in', session), '(' .. b, '+'), 0
+    for _, entry in ipairs(behind.err and {} or behind) do
+      local fields = entry[2]
+      if not (#fields == 2 and fields[1] == 'op' and fields[2] == 'close') then
+        cancelled = cancelled + 1
+      end
+    end
     local text = 'Redis has lost this session\'s row, and with it its state; open it anew'
     bury(session, {token = '', owner = ''}, after(id),
          {'error', cmsgpack.pack({code = 'forgotten', message = text}), 'end', '1',
-          'reason', 'forgotten', 'cancelled', tostring(type(waiting) == 'table' and 0 or waiting)})
+          'reason', 'forgotten', 'cancelled', tostring(cancelled)})
     told = told + 1
   end
 end

@@ -2,24 +2,27 @@
 --
 -- ARGV[5] worker   ARGV[6] the owner they are taken from
 -- ARGV[7] 'dead': only while the owner's lease is gone; 'name': it is an older process of the
---         worker's own name; 'self': the worker itself, under a new epoch
+--         worker's own name; 'self': the worker itself, under a new epoch; 'leave': the worker
+--         itself, which is leaving, and has room for none
 -- ARGV[8] how many the worker has room for; the rest go to the front of `waiting`
 -- ARGV[9...] the sessions
 -- Returns {rows taken, put back, closed, set aside}.
 local worker, old, why, room = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
 local taken, put_back, closed, aside = {}, 0, 0, 0
-if why == 'dead' and redis.call('EXISTS', prefix .. 'lease:' .. old) == 1 then
+if (why == 'dead' and alive(old)) or (why ~= 'leave' and not alive(worker)) then
   return {taken, put_back, closed, aside}
 end
 
--- An owner died with entries of this session unanswered. Any of its sessions may be the cause, so
--- the deaths of a whole company count to two at most; what follows is counted by trials.
+-- An owner died while it had entries of this session after its checkpoint: those it ran, or those
+-- it ran again. Any of its sessions may be the cause, so the deaths of a whole company count to
+-- two; from there on only a death during the session's own trial counts.
 local function blame(session, row)
-  local attempts = tonumber(row.attempts)
-  if why ~= 'self' and attempts < 2 and unanswered(session, row) then
-    attempts = attempts + 1
-    redis.call('HSET', key('slot', session), 'attempts', attempts)
-    row.attempts = tostring(attempts)
+  local attempts = tonumber(row.attempts) or 0
+  local found = redis.pcall('XRANGE', key('in', session), '(' .. row.cursor, '+', 'COUNT', 1)
+  if found.err or #found == 0 then return end
+  if attempts < 2 or row.trial == row.epoch then
+    row.attempts = tostring(attempts + 1)
+    redis.call('HSET', key('slot', session), 'attempts', row.attempts)
   end
 end
 
@@ -32,8 +35,9 @@ for i = 9, #ARGV do
     finish(session, row, 'close', nil, nil, '')
     closed = closed + 1
   else
-    blame(session, row)
-    if tonumber(row.attempts) >= max_attempts then
+    local died = why == 'dead' or why == 'name'
+    if died then blame(session, row) end
+    if died and tonumber(row.attempts) >= max_attempts then
       set_aside(session, row)
       aside = aside + 1
     elseif #taken < room then
@@ -44,7 +48,7 @@ for i = 9, #ARGV do
     end
   end
 end
-if why ~= 'self' and redis.call('SCARD', prefix .. 'owned:' .. old) == 0 then
+if why ~= 'self' and why ~= 'leave' and redis.call('SCARD', prefix .. 'owned:' .. old) == 0 then
   redis.call('SREM', prefix .. 'workers', old)
 end
 return {taken, put_back, closed, aside}
