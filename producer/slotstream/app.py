@@ -9,6 +9,7 @@ from typing import Any
 import redis
 
 from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
+from slotstream.errors import Unavailable
 from slotstream.ids import ZERO, EntryId
 from slotstream.link import Link
 from slotstream.names import Keys, check_app, config_key, partition_of
@@ -119,3 +120,8 @@ class App:
             shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
             limit = int(held.get("max_frame_bytes", MAX_FRAME_BYTES))
             self._frames = FrameCodec(held["dtype"], shape, max_bytes=limit)
+        elif self.link.endpoint.cluster:
+            raise Unavailable(
+                f"app {self.name} has no configuration yet, so its partitions are not known: start "
+                "a worker first"
+            )

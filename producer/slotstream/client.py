@@ -175,8 +175,8 @@ class Client:
         for name, k, status, kept in zip(names, keys, statuses, aside, strict=True):
             if kept:
                 raise SessionExists(
-                    f"session {name} was set aside; `slotstream retry {name}` goes on with it, with "
-                    "--discard it is deleted, and then its id is free"
+                    f"session {name} was set aside; `slotstream retry {name}` goes on with it, "
+                    "with --discard it is deleted, and then its id is free"
                 )
             # Without a row too: a late push may have outlived the row of the session it was for.
             left += [("DEL", k.inbox(name)), ("DEL", k.outbox(name))]

@@ -66,7 +66,8 @@ def drain_worker(app: App, worker: str, timeout_s: float) -> str:
     if not alive:
         raise Unavailable(f"no worker {worker!r} is alive; `slotstream workers` shows them")
     for one in alive:
-        _order(app, one.id, "drain")
+        for keys in app.partitions():
+            app.link.call("SET", keys.order(one.id), "drain", "EX", _ORDER_TTL_S)
     deadline = time.monotonic() + timeout_s
     names = {w.id for w in alive}
     while any(w.id in names for w in workers_of(app)):
@@ -86,24 +87,20 @@ def rebalance_workers(app: App) -> list[str]:
     for worker in alive:
         surplus = int(worker.sessions - mean)
         if surplus > 0:
-            _order(app, worker.id, f"shed {surplus}")
+            _shed(app, worker, surplus)
             lines.append(f"{worker.id} hands {surplus} of {worker.sessions} sessions on")
     return lines or [f"nothing to do: {len(alive)} workers hold {mean:.1f} sessions each"]
 
 
-def _order(app: App, worker: str, order: str) -> None:
-    word, _, count = order.partition(" ")
-    partitions = app.partitions()
-    for k, keys in enumerate(partitions):
-        # What is to be handed on is spread over the partitions.
-        share = (
-            int(count) * (k + 1) // len(partitions) - int(count) * k // len(partitions)
-            if count
-            else 0
-        )
-        if not count or share:
-            text = f"{word} {share}" if count else word
-            app.link.call("SET", keys.order(worker), text, "EX", _ORDER_TTL_S)
+def _shed(app: App, worker: WorkerSeen, surplus: int) -> None:
+    """Order a worker to hand sessions on, from each partition as many as its share of them."""
+    asked = seen = 0
+    for keys in app.partitions():
+        seen += app.link.call("SCARD", keys.owned(worker.id))
+        share = surplus * seen // max(worker.sessions, 1) - asked
+        if share > 0:
+            asked += share
+            app.link.call("SET", keys.order(worker.id), f"shed {share}", "EX", _ORDER_TTL_S)
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Session:
             if entry == id_:
                 latency = time.perf_counter() - at
         reply = parse_reply(raw_id, raw, latency)
-        if id_ == OPENED:
+        if id_ == OPENED and not reply.end:  # one that was closed before it was claimed ends there
             self.worker = reply.worker
             return None
         if reply.end:

@@ -34,8 +34,10 @@ def agree(
     partitions: Sequence[Keys],
     engine: Engine,
     progress: Callable[[int], None],
-) -> bool:
-    """Prepare the engine as the app's other workers have; returns whether the bits agree.
+) -> tuple[AppConfig, bool]:
+    """Prepare the engine as the app's other workers have.
+
+    Returns this worker's view of the configuration, and whether the bits agree.
 
     Raises:
         Disagreement: the app is configured for something else, and sessions or workers rely on
@@ -63,7 +65,7 @@ def agree(
         mine = _config(config, engine, probed.row_counts, len(partitions), probed.digest)
         now = appconfig.write(line, config.app, mine)
         differing = appconfig.differences(now, mine)
-    return not differing or _excused(config, engine, now, differing)
+    return mine, not differing or _excused(config, engine, now, differing)
 
 
 def _config(

@@ -21,6 +21,7 @@ from slotstream_worker.store.table import Row
 
 log = logging.getLogger(__name__)
 
+_FRUITLESS_READS, _REST_S = 20, 0.02
 _SHED_PAUSE_S = 2.0
 """A worker that has handed sessions on claims none for so long: they are for others."""
 
@@ -46,7 +47,8 @@ class Shard:
         self.outage = Outage(f"partition {self.number}")
         self.ordered_to_drain = False
         self._connected_at = self._swept_at = self._judged_at = 0.0
-        self._no_claims_until = 0.0
+        self._no_claims_until = self._rests_until = 0.0
+        self._fruitless = 0
 
     @property
     def hosted(self) -> dict[str, Hosted]:
@@ -76,11 +78,18 @@ class Shard:
         self._read()
 
     @property
+    def rests_s(self) -> float:
+        """Seconds until streams are read again, after many reads that found nothing."""
+        return max(self._rests_until - time.monotonic(), 0.0)
+
+    @property
     def waits(self) -> bool:
         """Whether `poll` or `publish` has something to do at once."""
         if not self.partition.connected or self.outage.on:
             return False
         inbox = self.partition.inbox
+        if self.rests_s:
+            return inbox.news or self.publisher.waits
         return (
             inbox.news
             or self.publisher.waits
@@ -88,11 +97,18 @@ class Shard:
         )
 
     def connect(self) -> None:
-        """Open the connections anew, and compare what is held with what Redis says."""
+        """Open the connections anew, compare what is held with what Redis says, and write again.
+
+        An outage ends with a write: a Redis that is read-only, or full, is read from as ever.
+        """
         self.partition.connect()
+        # A Redis that lost its data has forgotten who may own something.
+        keys = self.partition.keys
+        self.partition.line.call("SADD", keys.workers, self.config.worker)
         self.metrics.reconnects.inc()
         self._connected_at = time.monotonic()
         self.sweep()
+        self.publish()
 
     def join(self) -> None:
         """Open the connections; take at once what older processes of this one's name own."""
@@ -109,12 +125,15 @@ class Shard:
         keys, worker = self.partition.keys, self.config.worker
         while owned := self.partition.table.owned():
             self.partition.table.take(owned, worker, "leave", 0)
-        self.partition.line.calls(
+        answers = self.partition.line.calls(
             [
                 ("DEL", keys.lease(worker), keys.order(worker)),
                 ("SREM", keys.workers, worker),
             ]
         )
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
 
     def hand_back(self) -> None:
         """Hand back everything that is held, checkpointed where the state allows."""
@@ -143,10 +162,7 @@ class Shard:
                 self.host.finish(one, "end", "close")
             elif self._idle(one):
                 self.host.finish(one, "end", "idle")
-        if gone:
-            told = table.forget({one.session: max(one.base, one.read_to) for one in gone})
-            log.error("Redis has lost %d sessions; the readers of %d were told", len(gone), told)
-            self.host.drop(gone)
+        self._forgotten(gone)
         missing = table.owned() - {name.encode() for name in self.hosted}
         if missing:
             log.warning("%d sessions are owned but not held; claimed anew", len(missing))
@@ -200,9 +216,15 @@ class Shard:
         inbox, hosted = self.partition.inbox, self.hosted
         inbox.changed.intersection_update(hosted)
         ask = {name: hosted[name].read_to for name in inbox.changed if hosted[name].wants_more}
-        if ask:
-            for session, raws in inbox.read(ask, self.config.read_ahead).items():
+        if ask and not self.rests_s:
+            found = inbox.read(ask, self.config.read_ahead)
+            for session, raws in found.items():
                 self.host.feed(session, raws)
+            # Redis also reports a key that it has only stopped watching, its table being full; to
+            # read it at once would make it drop another, without end.
+            self._fruitless = 0 if found else self._fruitless + 1
+            if self._fruitless > _FRUITLESS_READS:
+                self._rests_until = time.monotonic() + _REST_S
         self.host.resume(self.publisher.caught_up(self.partition))
 
     def _idle(self, hosted: Hosted) -> bool:
@@ -220,15 +242,26 @@ class Shard:
         if not lost:
             return
         self.metrics.lost.inc(len(lost))
+        # Asked while they are still held: where the answer fails, the next sweep finds them.
+        fences = self.partition.table.fences([h.session for h in lost])
+        self._forgotten([h for h, fence in zip(lost, fences, strict=True) if fence is None])
         self.host.drop(lost)
-        if self.config.name:
-            for fence in self.partition.table.fences([h.session for h in lost]):
-                if fence and fence.owner != self.config.worker and self._namesake(fence.owner):
-                    raise Displaced(
-                        f"{fence.owner}, a newer process of the name {self.config.name}, has "
-                        "taken this one's sessions; this one stops"
-                    )
+        for fence in fences:
+            if fence and fence.owner != self.config.worker and self._namesake(fence.owner):
+                raise Displaced(
+                    f"{fence.owner}, a newer process of the name {self.config.name}, has "
+                    "taken this one's sessions; this one stops"
+                )
         self._swept_at = 0.0  # what is still this worker's own is claimed anew at once
+
+    def _forgotten(self, gone: Sequence[Hosted]) -> None:
+        """Tell the readers of sessions that have no row any more, and forget them here too."""
+        if not gone:
+            return
+        last_ids = {one.session: max(one.base, one.read_to) for one in gone}
+        told = self.partition.table.forget(last_ids)
+        log.error("Redis has lost %d sessions; the readers of %d were told", len(gone), told)
+        self.host.drop(gone)
 
     def _obey(self, order: str) -> None:
         """Do what an operator asks; an order is deleted once it is taken up."""

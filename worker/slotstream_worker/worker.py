@@ -29,6 +29,8 @@ from slotstream_worker.host import Flying, Host
 from slotstream_worker.metrics import Metrics
 from slotstream_worker.publisher import Allowance, Publisher
 from slotstream_worker.shard import Displaced, Shard
+from slotstream_worker.store import appconfig
+from slotstream_worker.store.appconfig import AppConfig
 from slotstream_worker.store.lease import Lease
 from slotstream_worker.store.partition import Partition
 
@@ -57,6 +59,7 @@ class Worker:
         self.shards: list[Shard] = []
         self.lease: Lease | None = None
         self._flying: Flying | None = None
+        self._agreed: AppConfig | None = None
 
     def prepare(self, progress: Callable[[int], None] = lambda _count: None) -> None:
         """Connect, agree on the row counts, compile; nothing is owned before it is done.
@@ -80,7 +83,9 @@ class Worker:
                 )
                 lease.start()
                 self.lease = lease
-            exact = agree(line, self.endpoint, self.config, everyone, self.engine, progress)
+            self._agreed, exact = agree(
+                line, self.endpoint, self.config, everyone, self.engine, progress
+            )
         finally:
             line.close()
         self.metrics.inexact.set(0 if exact else 1)
@@ -162,10 +167,20 @@ class Worker:
     def _guarded(self, shard: Shard, act: Callable[[Shard], None]) -> bool:
         """Run `act` on a shard that can be reached, connecting anew first where it broke."""
         if shard.outage.on:
-            if shard.outage.wait_s or not shard.outage.through(shard.connect):
+            if shard.outage.wait_s or not shard.outage.through(lambda: self._reconnect(shard)):
                 return False
             shard.outage.over()
         return shard.outage.through(lambda: act(shard))
+
+    def _reconnect(self, shard: Shard) -> None:
+        """Connect a shard anew, after giving a Redis that lost its data the configuration back."""
+        if self._agreed:
+            line = Line(self.endpoint.pool(config_key(self.config.app)))
+            try:
+                appconfig.write(line, self.config.app, self._agreed)
+            finally:
+                line.close()
+        shard.connect()
 
     def _may_run(self, partition: int, session: str) -> bool:
         """Ask a suspect's shard whether it may run now, which counts an attempt."""
@@ -185,5 +200,6 @@ class Worker:
         up = [shard for shard in self.shards if not shard.outage.on]
         waits = [shard.outage.wait_s for shard in self.shards if shard.outage.on]
         due = [shard.publisher.next_due_s() for shard in up]
+        due += [shard.rests_s for shard in up if shard.rests_s]
         inboxes = [shard.partition.inbox for shard in up]
         select.select(inboxes, [], [], min([_LONGEST_SLEEP_S, *waits, *due]))

@@ -69,8 +69,9 @@ class Inbox:
                 # No list of keys: everything has changed (FLUSHALL, or the table overflowed).
                 if message[2] is None:
                     raise redis.ConnectionError("Redis was flushed; everything is read anew")
-                for key in message[2]:
-                    self._note(key)
+                if isinstance(message[2], list):  # anything else is somebody's PUBLISH
+                    for key in message[2]:
+                        self._note(key)
 
     def _note(self, key: bytes) -> None:
         if key.startswith(self._in):
@@ -111,7 +112,9 @@ class Inbox:
                 for session in part:
                     try:
                         found.update(self._xread([session], positions, count))
-                    except ResponseError:
+                    except ResponseError as error:
+                        if not str(error).startswith("WRONGTYPE"):
+                            raise
                         continue
         self.changed.difference_update(s for s in sessions if len(found.get(s, ())) < count)
         return found
