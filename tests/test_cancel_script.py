@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from slotstream.connect import connect
+from slotstream.link import Link
 
 from slotstream.names import Keys
 
@@ -21,7 +21,7 @@ ROW, INBOX = Keys("demo").row("a"), Keys("demo").inbox("a")
 
 @pytest.fixture
 def server(redis_url: str) -> Iterator[redis.Redis]:
-    client = connect(redis_url)
+    client = Link(redis_url, 5.0).client("x")
     yield client
     client.close()
 

@@ -212,6 +212,7 @@ class Scenario:
         self.slot = hash_slot(self.keys.control)
 
     def table(self, worker: str, max_attempts: int = 3) -> SlotTable:
+        self.line.call("SET", self.keys.lease(worker), "here", "PX", 600_000)
         return SlotTable(
             self.line, self.keys, worker, reply_ttl_s=60, retention=100,
             max_attempts=max_attempts, declares=True,
@@ -302,18 +303,19 @@ def _a_whole_life(at: Scenario, client: Client, url: str) -> None:
     assert commit("c", "1-0") == "ok"
     assert commit("c", base="1-0", action="end", reason="idle") == "busy"
     assert commit("d", action="end", reason="close") == "ok"
-    assert one.begin_trial("c", rows["c"].epoch)
+    assert one.begin_trial("c", rows["c"].epoch, rows["c"].cuts)
     assert client.app.cancel("c", EntryId.parse("3-0"))
     assert one.apply_control(at.control("close", "e")) == (1, 0)  # while it is live
     assert len(one.take([b"f"], "one.1", "self", 5).rows) == 1
     assert one.forget({"never": EntryId.parse("4-0")}) == 1
 
     # Its owner dies again and again: taken, put back, closed, set aside, and tried once more.
-    assert at.line.call("EXISTS", at.keys.lease("one.1")) == 0
+    at.line.call("DEL", at.keys.lease("one.1"))
     taken = two.take([b"c", b"e", b"f", b"g"], "one.1", "dead", 2)
     assert (len(taken.rows), taken.put_back, taken.closed) == (2, 1, 1)
     three = at.table("three.1", max_attempts=2)
     owned = two.owned()
+    at.line.call("DEL", at.keys.lease("two.1"))
     assert three.take(owned, "two.1", "dead", 5).set_aside >= 1
     (aside, *_) = sessions_aside(client.app)
     said = CliRunner().invoke(cli, ["retry", aside.session, "--redis", url, "--app", "declared"])
@@ -352,7 +354,7 @@ def test_a_script_in_a_slot_that_is_half_moved_is_refused_and_changes_nothing(cl
         lambda t: t.commit([commit]),
         lambda t: t.take([b"live"], "one.1", "self", 4),
         lambda t: t.take([], "old.1", "dead", 4),
-        lambda t: t.begin_trial("live", row.epoch),
+        lambda t: t.begin_trial("live", row.epoch, row.cuts),
         lambda t: t.forget({"live": EntryId.parse("1-0")}),
     ]
     for act in acts:
@@ -368,10 +370,11 @@ def test_a_script_in_a_slot_that_is_half_moved_is_refused_and_changes_nothing(cl
         Client(cluster.url, at.keys.app, patience_s=0.1) as client,
         pytest.raises((AskError, TryAgainError)),
     ):
+        client.app._partitions = 1  # no worker has told
         client.app.cancel("live", EntryId.parse("1-0"))
     assert (_contents(at, source), _contents(at, target)) == before
     cluster.move_slot(at.slot, source, target)
-    assert moved_table.begin_trial("live", row.epoch)
+    assert moved_table.begin_trial("live", row.epoch, row.cuts)
     assert moved_table.commit([commit]) == ["ok"]
     assert moved_table.apply_control(entries) == (1, 0)
     there.close()

@@ -54,7 +54,10 @@ if open and deleted == 1 then
   local now = redis.call('XRANGE', KEYS[2], after, '+', 'COUNT', 1)[1]
   if not now or now[1] ~= oldest[1] then
     -- Its workers may have died of this entry: the next one is not blamed for it.
-    redis.call('HSET', KEYS[1], 'attempts', '0', 'trial', '0')
+    for _, field in ipairs({'attempts', 'trial'}) do
+      local count = redis.call('HGET', KEYS[1], field) or '0'
+      if count ~= '0' then redis.call('HINCRBY', KEYS[1], field, '-' .. count) end
+    end
   end
 end
 return deleted

@@ -40,8 +40,8 @@ class Oracle:
         self.now: dict[str, Incarnation] = {}
         self.pending: defaultdict[str, dict[Id, Entry]] = defaultdict(dict)
         self.aside: dict[str, tuple[Incarnation, dict[Id, Entry]]] = {}
-        self.has_read_end: Callable[[str, End], bool] = lambda s, end: True
-        self.process: Callable[[str], Any] = lambda w: None
+        self.has_read_end: Callable[[str, End], bool] = lambda _s, _end: True
+        self.process: Callable[[str], Any] = lambda _w: None
         self.guilty: Counter[str] = Counter()  # deaths by the session itself since its last answer
         self.unlucky: Counter[str] = Counter()  # other deaths or pauses during its own trial
         self.runs: Counter[int] = Counter()  # runs of an entry

@@ -121,9 +121,7 @@ class Worker:
         if self.suspected:
             return
         if len(self.held) < self.cap and redis.now >= self.hold_off:
-            for p in self.parts:
-                if redis.parts[p].waiting:
-                    todo.append(partial(self.claim, p))
+            todo += [partial(self.claim, p) for p in self.parts if redis.parts[p].waiting]
         if redis.now - (self.connected or 0) >= LEASE:
             todo.append(self.judge)
 
@@ -143,9 +141,9 @@ class Worker:
             todo += [partial(self.end, h)] * 2
         if h.marked and not h.ahead and not h.flight and not h.final:
             h.final = ("close", None)
-        if h.suspect and not h.on_trial and h.ahead and self.trial in (None, h):
-            if not any(x.flight for x in self.held.values()):
-                todo += [partial(self.begin_trial, h)] * 2
+        may_try = h.suspect and not h.on_trial and h.ahead and self.trial in (None, h)
+        if may_try and not any(x.flight for x in self.held.values()):
+            todo += [partial(self.begin_trial, h)] * 2
         if not (h.loaded or h.suspect or h.final or self.trial) and rng.random() < 0.3:
             todo.append(partial(self.load, h))
         if h.flight or h.final:
@@ -297,12 +295,12 @@ class Worker:
             self.trial = h  # from here on nothing else runs, whatever becomes of the answer
         done, answer = self.call("trial", self.id, h.s, h.epoch, h.row.cuts)
         if not done:
-            return None
+            return
         self.sim.log(f"{self.id} trial {h.s}: {answer}")
         if answer == "lost":
-            return self.lost(h)
-        h.on_trial = True
-        return None
+            self.lost(h)
+        else:
+            h.on_trial = True
 
     def dies_of(self, h: Held, e: Entry) -> bool:
         row = self.sim.redis.row.get(h.s)
@@ -377,10 +375,11 @@ class Worker:
         base, part, state = h.call or (h.base, [], None)
         done, answer = self.call("commit", self.id, h.s, h.epoch, h.row.cuts, base, part, state)
         if not done:
-            return None
+            return
         self.sim.log(f"{self.id} commit {h.s} {base} {[a.id for a in part]} {state}: {answer}")
         if answer == "lost":
-            return self.lost(h)
+            self.lost(h)
+            return
         h.call, h.answers = None, h.answers[len(part) :]
         if part:
             h.base = part[-1].id

@@ -21,7 +21,7 @@ from slotstream_worker.store.table import Row
 
 log = logging.getLogger(__name__)
 
-_FRUITLESS_READS, _REST_S = 20, 0.02
+_FRUITLESS_READS, _REST_S = 30, 0.02
 _SHED_PAUSE_S = 2.0
 """A worker that has handed sessions on claims none for so long: they are for others."""
 
@@ -48,7 +48,7 @@ class Shard:
         self.ordered_to_drain = False
         self._connected_at = self._swept_at = self._judged_at = 0.0
         self._no_claims_until = self._rests_until = 0.0
-        self._fruitless = 0
+        self._fruitless, self._fruitless_since = 0, 0.0
 
     @property
     def hosted(self) -> dict[str, Hosted]:
@@ -64,8 +64,10 @@ class Shard:
     def poll(self) -> None:
         """Hear what has changed, admit, sweep and judge when it is time, and read."""
         self.partition.inbox.listen(0.0)
-        if self.partition.inbox.news:
-            self._admit(self.partition.inbox.queues())
+        if self.partition.inbox.news and not self.rests_s:
+            queues = self.partition.inbox.queues()
+            self._fruitful(any(queues))
+            self._admit(queues)
         now = time.monotonic()
         if now - self._swept_at > self.config.sweep_s:
             self.sweep()
@@ -89,7 +91,7 @@ class Shard:
             return False
         inbox = self.partition.inbox
         if self.rests_s:
-            return inbox.news or self.publisher.waits
+            return self.publisher.waits
         return (
             inbox.news
             or self.publisher.waits
@@ -220,12 +222,21 @@ class Shard:
             found = inbox.read(ask, self.config.read_ahead)
             for session, raws in found.items():
                 self.host.feed(session, raws)
-            # Redis also reports a key that it has only stopped watching, its table being full; to
-            # read it at once would make it drop another, without end.
-            self._fruitless = 0 if found else self._fruitless + 1
-            if self._fruitless > _FRUITLESS_READS:
-                self._rests_until = time.monotonic() + _REST_S
+            self._fruitful(bool(found))
         self.host.resume(self.publisher.caught_up(self.partition))
+
+    def _fruitful(self, found: bool) -> None:
+        """Note whether a read found something; after many that did not, rest a little.
+
+        Redis also reports a key that it has only stopped watching, its table being full; to read
+        it at once would make it drop another, without end.
+        """
+        now = time.monotonic()
+        if found or now - self._fruitless_since > 1.0:
+            self._fruitless, self._fruitless_since = 0, now
+        self._fruitless += not found
+        if self._fruitless > _FRUITLESS_READS:
+            self._rests_until = now + _REST_S
 
     def _idle(self, hosted: Hosted) -> bool:
         limit = self.config.idle_timeout_s
