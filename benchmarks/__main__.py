@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine import engine, occupancy
+from benchmarks.memory import memory
 from benchmarks.wire import wire
 
 ALL = {"occupancy": occupancy, "engine": engine, "wire": wire}
 
 
 @click.command()
-@click.option("--only", type=click.Choice(sorted(ALL)), multiple=True, help="Measure these only.")
+@click.option(
+    "--only", type=click.Choice([*sorted(ALL), "memory"]), multiple=True, help="Measure these only."
+)
 @click.option(
     "--json",
     "path",
@@ -31,7 +34,7 @@ def main(only: tuple[str, ...], path: Path | None) -> None:
         table.add_column(name)
     for name in ("A, ms", "B, ms", "A/B", "quartiles"):
         table.add_column(name, justify="right")
-    for name in only or ALL:
+    for name in [name for name in only or ALL if name in ALL]:
         with console.status(f"measuring {name}"):
             for one in ALL[name]():
                 results.append(one.as_dict())
@@ -44,7 +47,10 @@ def main(only: tuple[str, ...], path: Path | None) -> None:
                     f"{one.ratio:.3f}",
                     f"{one.low:.3f} to {one.high:.3f}",
                 )
-    console.print(table)
+    if results:
+        console.print(table)
+    if not only or "memory" in only:
+        results += memory(console)
     if path:
         path.write_text(json.dumps(results, indent=1))
 

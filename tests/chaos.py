@@ -8,6 +8,7 @@ Every reply is compared, bit for bit, with an undisturbed computation of its str
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -209,10 +210,11 @@ class Chaos:
             "SIGTERM and restart": self._sigterm, "Redis restarted": self._restart_redis,
             "connections killed": self._cut, "a worker joins": self._join,
         }  # fmt: skip
-        weights = [6, 3, 4, 2, 6, 1 if len(self.workers.running) <= self.target else 0]
+        weights = [6, 3, 4, 2, 4, 1 if len(self.workers.running) <= self.target else 0]
         kind = self.rng.choices(list(kinds), weights)[0]
-        if kind != "a worker joins" and self.workers.ready() < 2:
-            kind = "connections killed"  # somebody must be left to take over
+        # Somebody must be left to take over: wait for who is starting.
+        with contextlib.suppress(AssertionError):
+            self._until(lambda: self.workers.ready() >= 2, 30)
         kinds[kind]()
         return kind
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _FRUITLESS_READS, _REST_S = 30, 0.02
 _SHED_PAUSE_S = 2.0
-"""A worker that has handed sessions on claims none for so long: they are for others."""
+"""A session that a worker has handed on it does not claim for so long: it is for others."""
 
 
 class Displaced(RuntimeError):
@@ -46,8 +46,9 @@ class Shard:
         self.number = partition.keys.partition
         self.outage = Outage(f"partition {self.number}")
         self.ordered_to_drain = False
-        self._connected_at = self._swept_at = self._judged_at = 0.0
-        self._no_claims_until = self._rests_until = 0.0
+        self._connected_at = self._contact_at = self._swept_at = self._judged_at = 0.0
+        self._rests_until = 0.0
+        self._shed_at: dict[str, float] = {}
         self._fruitless, self._fruitless_since = 0, 0.0
 
     @property
@@ -68,7 +69,7 @@ class Shard:
             queues = self.partition.inbox.queues()
             self._fruitful(any(queues))
             self._admit(queues)
-        now = time.monotonic()
+        now = self._contact_at = time.monotonic()
         if now - self._swept_at > self.config.sweep_s:
             self.sweep()
         if (
@@ -108,7 +109,10 @@ class Shard:
         keys = self.partition.keys
         self.partition.line.call("SADD", keys.workers, self.config.worker)
         self.metrics.reconnects.inc()
-        self._connected_at = time.monotonic()
+        # After a long outage every lease may be gone, so nobody is judged for a whole lease. After
+        # a short one those of the living are not: they are renewed every quarter.
+        if time.monotonic() - self._contact_at > self.config.lease_s / 2:
+            self._connected_at = time.monotonic()
         self.sweep()
         self.publish()
 
@@ -116,7 +120,7 @@ class Shard:
         """Open the connections; take at once what older processes of this one's name own."""
         self.partition.connect()
         self.partition.refuse_eviction()
-        self._connected_at = time.monotonic()
+        self._connected_at = self._contact_at = time.monotonic()
         if self.config.name:
             for worker in self.partition.table.workers():
                 if worker != self.config.worker and self._namesake(worker):
@@ -195,8 +199,11 @@ class Shard:
         if queues.order:
             self._obey(queues.order)
         self.metrics.waiting.labels(self.number).set(len(queues.waiting))
-        if queues.waiting and self.host.room and time.monotonic() >= self._no_claims_until:
-            self._adopt(table.claim(queues.waiting[: self.host.room]))
+        now = time.monotonic()
+        self._shed_at = {s: at for s, at in self._shed_at.items() if now - at < _SHED_PAUSE_S}
+        claimable = [session for session in queues.waiting if session not in self._shed_at]
+        if claimable and self.host.room:
+            self._adopt(table.claim(claimable[: self.host.room]))
             inbox.news = True
 
     def _adopt(self, rows: Sequence[Row]) -> None:
@@ -286,9 +293,9 @@ class Shard:
 
     def _shed(self, count: int) -> None:
         """Hand `count` sessions on, those that were active last the last to go."""
-        self._no_claims_until = time.monotonic() + _SHED_PAUSE_S
         by_use = sorted(self.hosted.values(), key=lambda hosted: hosted.active_at)
         for hosted in [h for h in by_use if not h.action][:count]:
+            self._shed_at[hosted.session] = time.monotonic()
             self.host.finish(hosted, "handback")
 
     def _even_out(self) -> None:
@@ -307,8 +314,6 @@ class Shard:
         return bool(self.config.name) and worker.rpartition(".")[0] == self.config.name
 
     def _take_from_the_dead(self) -> None:
-        if time.monotonic() < self._no_claims_until:
-            return
         table = self.partition.table
         workers = [w for w in table.workers() if w != self.config.worker]
         for worker, alive in zip(workers, table.alive(workers), strict=True):
