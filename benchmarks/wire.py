@@ -45,7 +45,7 @@ def _wire(sessions: int, repeats: int = 5) -> Ratio:
                 engine.run(names, frames)
             pairs.append((through, (time.perf_counter() - start) / (sessions * FRAMES)))
         worker.drain()
-        worker.partition.close()
+        worker.close()
     times = np.asarray(pairs)
     low, middle, high = np.percentile(times[:, 1] / times[:, 0], [25, 50, 75])
     through, alone = 1e3 * np.median(times, axis=0)

@@ -120,9 +120,21 @@ class WorkerProcess:
         self.log = log
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "slotstream.cli", "worker", "--redis", url,
-                   "--model", model, "--row-counts", "4", "--slots", "16",
-                   *options]
+        command = [
+            sys.executable,
+            "-m",
+            "slotstream.cli",
+            "worker",
+            "--redis",
+            url,
+            "--model",
+            model,
+            "--row-counts",
+            "4",
+            "--slots",
+            "16",
+            *options,
+        ]
         with log.open("a") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
@@ -152,8 +164,14 @@ def worker_process(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., Wor
     started: list[WorkerProcess] = []
 
     def start(*options: str, log: str = "worker.log", **settings: str) -> WorkerProcess:
-        process = WorkerProcess(redis_url, tmp_path / log, "--compile-cache",
-                                str(tmp_path / "compiled"), *options, **settings)
+        process = WorkerProcess(
+            redis_url,
+            tmp_path / log,
+            "--compile-cache",
+            str(tmp_path / "compiled"),
+            *options,
+            **settings,
+        )
         started.append(process)
         return process
 
@@ -163,10 +181,13 @@ def worker_process(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., Wor
             process.kill()
 
 
-def streams_of(sessions: int, frames: int, shape: tuple[int, ...], seed: int = 0,
-               dtype: Any = np.float32) -> dict[str, np.ndarray[Any, Any]]:
+def streams_of(
+    sessions: int, frames: int, shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32
+) -> dict[str, np.ndarray[Any, Any]]:
     """Different streams, `[frames, *shape]` each: normal noise over a slow wave."""
     rng = np.random.default_rng(seed)
     wave = np.sin(np.arange(frames) / 3).reshape(-1, *[1] * len(shape))
-    return {f"s{k}": (rng.normal(size=(frames, *shape)) + wave * rng.normal()).astype(dtype)
-            for k in range(sessions)}
+    return {
+        f"s{k}": (rng.normal(size=(frames, *shape)) + wave * rng.normal()).astype(dtype)
+        for k in range(sessions)
+    }

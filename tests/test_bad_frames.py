@@ -37,8 +37,10 @@ def raw(value: bytes) -> tuple[Any, ...]:
 
 def pairs(*items: tuple[Any, Any]) -> tuple[Any, ...]:
     """An entry whose frame is a map of these pairs, in order, also of equal keys."""
-    return raw(msgpack.Packer().pack_map_header(len(items))
-               + b"".join(msgpack.packb(part) for item in items for part in item))
+    return raw(
+        msgpack.Packer().pack_map_header(len(items))
+        + b"".join(msgpack.packb(part) for item in items for part in item)
+    )
 
 
 def array(values: Any) -> tuple[Any, ...]:
@@ -84,10 +86,18 @@ KINDS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("pickle that runs", raw(pickle.dumps(Payload())), "not_msgpack", "msgpack|more than"),
     ("npy", raw(b"\x93NUMPY\x01\x00v\x00{'descr': '<f4'}" + DATA), "not_msgpack", "msgpack|more"),
     ("bytes alone", raw(DATA), "not_msgpack not_a_map", "msgpack|map|more than"),
-    ("huge declared bin", raw(WHOLE[:DATA_OF] + b"\xc6\xff\xff\xff\xff" + DATA), "not_msgpack",
-     "msgpack"),
-    ("huge declared array", raw(WHOLE[:SHAPE_OF] + b"\xdd\xff\xff\xff\xff\x04\x06"), "not_msgpack",
-     "msgpack"),
+    (
+        "huge declared bin",
+        raw(WHOLE[:DATA_OF] + b"\xc6\xff\xff\xff\xff" + DATA),
+        "not_msgpack",
+        "msgpack",
+    ),
+    (
+        "huge declared array",
+        raw(WHOLE[:SHAPE_OF] + b"\xdd\xff\xff\xff\xff\x04\x06"),
+        "not_msgpack",
+        "msgpack",
+    ),
     ("huge declared map", raw(b"\xdf\xff\xff\xff\xff" + WHOLE[1:]), "not_msgpack", "msgpack"),
     ("huge declared str", raw(b"\x83\xdb\xff\xff\xff\xffdtype"), "not_msgpack", "msgpack"),
     ("str that is no utf-8", raw(WHOLE.replace(b"float32", b"\xff" * 7)), "not_msgpack", "msgpack"),
@@ -101,8 +111,12 @@ KINDS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("bin", raw(msgpack.packb(DATA)), "not_a_map", "map"),
     ("nested deep", raw(NESTED), "not_a_map not_msgpack", "map"),
     ("ext type", raw(msgpack.packb(msgpack.ExtType(5, DATA))), "not_a_map not_msgpack", "map"),
-    ("timestamp", raw(msgpack.packb(msgpack.Timestamp(1_700_000_000, 5))),
-     "not_a_map not_msgpack", "map"),
+    (
+        "timestamp",
+        raw(msgpack.packb(msgpack.Timestamp(1_700_000_000, 5))),
+        "not_a_map not_msgpack",
+        "map",
+    ),
     # The map
     ("empty map", raw(b"\x80"), "missing_field", "dtype"),
     ("no dtype", frame(dtype=None), "missing_field", "dtype"),
@@ -110,19 +124,42 @@ KINDS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("no data", frame(data=None), "missing_field", "data"),
     ("unknown field in the map", frame(order="C"), "unknown_field", "order"),
     ("a field of numpy", frame(nd=True, type="<f4", kind=b""), "unknown_field", "nd|type|kind"),
-    ("key twice", pairs(("dtype", "float64"), ("dtype", "float32"), ("shape", [4, 6]),
-                        ("data", DATA)), "unknown_field not_msgpack", "dtype|twice|more"),
-    ("data twice", pairs(("dtype", "float32"), ("shape", [4, 6]), ("data", b""), ("data", DATA)),
-     "unknown_field not_msgpack", "data|twice|more"),
-    ("keys that are numbers", pairs((0, "float32"), (1, [4, 6]), (2, DATA)),
-     "not_msgpack missing_field unknown_field", "dtype|map"),
-    ("a further key that is a number", pairs(("dtype", "float32"), ("shape", [4, 6]),
-                                             ("data", DATA), (7, 1)),
-     "not_msgpack unknown_field", "7|map|msgpack"),
-    ("keys that are bin", pairs((b"dtype", "float32"), (b"shape", [4, 6]), (b"data", DATA)),
-     "not_msgpack missing_field unknown_field", "dtype|map"),
-    ("a map of names to frames", raw(msgpack.Packer().pack_map_header(1) + msgpack.packb("x")
-                                     + WHOLE), "missing_field", "dtype"),
+    (
+        "key twice",
+        pairs(("dtype", "float64"), ("dtype", "float32"), ("shape", [4, 6]), ("data", DATA)),
+        "unknown_field not_msgpack",
+        "dtype|twice|more",
+    ),
+    (
+        "data twice",
+        pairs(("dtype", "float32"), ("shape", [4, 6]), ("data", b""), ("data", DATA)),
+        "unknown_field not_msgpack",
+        "data|twice|more",
+    ),
+    (
+        "keys that are numbers",
+        pairs((0, "float32"), (1, [4, 6]), (2, DATA)),
+        "not_msgpack missing_field unknown_field",
+        "dtype|map",
+    ),
+    (
+        "a further key that is a number",
+        pairs(("dtype", "float32"), ("shape", [4, 6]), ("data", DATA), (7, 1)),
+        "not_msgpack unknown_field",
+        "7|map|msgpack",
+    ),
+    (
+        "keys that are bin",
+        pairs((b"dtype", "float32"), (b"shape", [4, 6]), (b"data", DATA)),
+        "not_msgpack missing_field unknown_field",
+        "dtype|map",
+    ),
+    (
+        "a map of names to frames",
+        raw(msgpack.Packer().pack_map_header(1) + msgpack.packb("x") + WHOLE),
+        "missing_field",
+        "dtype",
+    ),
     # The dtype
     ("float64", array(np.ones(SHAPE)), "dtype", "float64"),
     ("float16", array(np.ones(SHAPE, np.float16)), "dtype", "float16"),
@@ -163,8 +200,12 @@ KINDS: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("nested", frame(shape=[[4, 6]]), "shape", "list|whole numbers"),
     ("17 axes", frame(shape=[1] * 15 + [4, 6]), "shape", "16|4, 6"),
     ("2000 axes", frame(shape=[1] * 1800), "shape not_msgpack too_large", "axes|shape"),
-    ("a deep shape", raw(WHOLE[:SHAPE_OF] + NESTED + WHOLE[SHAPE_OF + 3 :]),
-     "shape not_msgpack too_large", "shape|2048"),
+    (
+        "a deep shape",
+        raw(WHOLE[:SHAPE_OF] + NESTED + WHOLE[SHAPE_OF + 3 :]),
+        "shape not_msgpack too_large",
+        "shape|2048",
+    ),
     # The data
     ("one byte short", frame(data=DATA[:-1]), "byte_count", "96.*95"),
     ("one byte long", frame(data=DATA + b"\x00"), "byte_count", "96.*97"),
@@ -212,8 +253,9 @@ def server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture(scope="module")
 def gate(server: EmbeddedRedis, model: Any) -> Iterator[Gate]:
-    worker = ThreadedWorker(server.url, model, app="bad", finite=True, max_frame_bytes=LIMIT,
-                            checkpoint_interval_s=0.05)
+    worker = ThreadedWorker(
+        server.url, model, app="bad", finite=True, max_frame_bytes=LIMIT, checkpoint_interval_s=0.05
+    )
     gate = Gate(worker)
     worker.start()
     yield gate
@@ -254,18 +296,20 @@ def assert_error(reply: Any, codes: str, words: str) -> None:
     assert re.search(words, message), f"{message!r} says nothing of {words}"
 
 
-@pytest.mark.parametrize(("entry", "codes", "words"), [kind[1:] for kind in KINDS],
-                         ids=[kind[0] for kind in KINDS])
-def test_a_bad_entry_is_answered_by_an_error_and_harms_nobody(
-        wire, clean, entry, codes, words):
+@pytest.mark.parametrize(
+    ("entry", "codes", "words"), [kind[1:] for kind in KINDS], ids=[kind[0] for kind in KINDS]
+)
+def test_a_bad_entry_is_answered_by_an_error_and_harms_nobody(wire, clean, entry, codes, words):
     stream, expected = clean["s0"]
     neighbour_stream, neighbour_expected = clean["s1"]
     session, neighbour = wire.open(), wire.open()
     pipeline = wire.redis.pipeline(transaction=True)  # so that both are in the same rounds
     entries = [("frame", packed(one)) for one in stream]
     entries.insert(3, entry)
-    for name, pushed in ((session, entries),
-                         (neighbour, [("frame", packed(one)) for one in neighbour_stream])):
+    for name, pushed in (
+        (session, entries),
+        (neighbour, [("frame", packed(one)) for one in neighbour_stream]),
+    ):
         for k, fields in enumerate(pushed):
             pipeline.execute_command("XADD", wire.key("in", name), f"{k + 1}-0", *fields)
     pipeline.execute()
@@ -309,9 +353,16 @@ def test_bad_entries_of_all_kinds_between_all_frames_change_no_bit(wire, gate, c
         assert replies[-1].fields[b"reason"] == b"end"
 
 
-@pytest.mark.parametrize("entry", [raw(WHOLE[:-1]), ("frame", WHOLE, "colour", "blue"),
-                                   ("op", "rewind", "frame", WHOLE), array(with_value(np.nan))],
-                         ids=["truncated", "unknown field", "unknown op", "nan"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        raw(WHOLE[:-1]),
+        ("frame", WHOLE, "colour", "blue"),
+        ("op", "rewind", "frame", WHOLE),
+        array(with_value(np.nan)),
+    ],
+    ids=["truncated", "unknown field", "unknown op", "nan"],
+)
 def test_a_bad_entry_with_an_end_answers_the_error_and_ends(wire, clean, entry):
     stream, expected = clean["s1"]
     session = wire.open()
@@ -329,9 +380,13 @@ def test_any_msgpack_of_the_map_is_taken(wire, clean):
         lambda data: packed(np.frombuffer(data, "<f4").reshape(SHAPE)),
         lambda data: msgpack.packb({"data": data, "shape": [4, 6], "dtype": "float32"}),
         lambda data: b"\xde\x00\x03" + packed(np.frombuffer(data, "<f4").reshape(SHAPE))[1:],
-        lambda data: (b"\xdf\x00\x00\x00\x03\xd9\x05dtype\xda\x00\x07float32\xa5shape"
-                      b"\xdd\x00\x00\x00\x02\xcd\x00\x04\xcf" + struct.pack(">Q", 6)
-                      + b"\xdb\x00\x00\x00\x04data\xc6\x00\x00\x00\x60" + data),
+        lambda data: (
+            b"\xdf\x00\x00\x00\x03\xd9\x05dtype\xda\x00\x07float32\xa5shape"
+            b"\xdd\x00\x00\x00\x02\xcd\x00\x04\xcf"
+            + struct.pack(">Q", 6)
+            + b"\xdb\x00\x00\x00\x04data\xc6\x00\x00\x00\x60"
+            + data
+        ),
     ]
     session = wire.open()
     for k, one in enumerate(stream):

@@ -88,8 +88,11 @@ def test_a_model_that_streams_is_described_with_what_its_launches_take() -> None
         assert float(row[2]) == pytest.approx(1e3 * float(row[1]) / count, abs=0.6)
         assert row[3].strip() in {str(other), "none other"}
     assert not re.search(r"│ 16 │ \d", text), "only the row counts asked for are measured"
-    assert re.search(r"yes: it can be served, in launches of (1, 4|1|4) rows\. A round of all 16 "
-                     r"sessions takes about \d+\.\d\d ms\.", text)
+    assert re.search(
+        r"yes: it can be served, in launches of (1, 4|1|4) rows\. A round of all 16 "
+        r"sessions takes about \d+\.\d\d ms\.",
+        text,
+    )
 
 
 def test_row_counts_that_agree_are_used_and_said_to() -> None:
@@ -104,27 +107,37 @@ def test_row_counts_that_agree_are_used_and_said_to() -> None:
 
 
 def test_a_model_that_cannot_stream_is_refused_with_the_reason(
-        module: Callable[[str, str], None]) -> None:
-    module("lookahead", HEAD + """
+    module: Callable[[str, str], None],
+) -> None:
+    module(
+        "lookahead",
+        HEAD
+        + """
 def step(variables, carry, frames):
     return carry, frames - jnp.broadcast_to(frames.mean(0, keepdims=True), frames.shape)
 
 def model():
     return models.carry(step, lambda batch: jnp.zeros((batch, 1)), {}, frame=3, sample_shape=(2,))
-""")
+""",
+    )
     text = refusal("lookahead:model", "--slots", "4", "--row-counts", "4")
     assert "step cannot be served: it mixes time steps" in text
 
 
 def test_a_model_whose_sessions_mix_is_refused_after_measuring(
-        module: Callable[[str, str], None]) -> None:
-    module("mixing", HEAD + """
+    module: Callable[[str, str], None],
+) -> None:
+    module(
+        "mixing",
+        HEAD
+        + """
 def step(variables, carry, frames):
     return carry, frames - jnp.broadcast_to(frames.mean(1, keepdims=True), frames.shape)
 
 def model():
     return models.carry(step, lambda batch: jnp.zeros((batch, 1)), {}, frame=3, sample_shape=(2,))
-""")
+""",
+    )
     result = run_check("mixing:model", "--slots", "4", "--row-counts", "4")
     assert result.exit_code == 1
     text = words(result.output)
@@ -132,18 +145,25 @@ def model():
     assert "yes: it can be served" not in text
 
 
-@pytest.mark.parametrize("message", ["shape [frame, batch] expected", "[/tmp/weights] is missing",
-                                     "see [bold] in the guide"])
-def test_a_reason_with_brackets_is_printed_as_it_is(module: Callable[[str, str], None],
-                                                    message: str) -> None:
+@pytest.mark.parametrize(
+    "message",
+    ["shape [frame, batch] expected", "[/tmp/weights] is missing", "see [bold] in the guide"],
+)
+def test_a_reason_with_brackets_is_printed_as_it_is(
+    module: Callable[[str, str], None], message: str
+) -> None:
     name = "brackets" + str(abs(hash(message)))
-    module(name, HEAD + f"""
+    module(
+        name,
+        HEAD
+        + f"""
 def step(variables, carry, frames):
     raise LookupError({message!r})
 
 def model():
     return models.carry(step, lambda batch: jnp.zeros((batch, 1)), {{}}, frame=3, sample_shape=(2,))
-""")
+""",
+    )
     text = refusal(f"{name}:model")
     assert "one frame [3, 2, 2] ([frame, batch, *sample_shape]) from rest" in text
     assert f"LookupError: {message}" in text
@@ -159,11 +179,14 @@ def test_a_target_is_a_module_a_colon_and_an_attribute(target: str) -> None:
     assert repr(target) in text
 
 
-@pytest.mark.parametrize(("target", "missing"), [
-    ("no_such_module_here:model", "no_such_module_here"),
-    ("serving_models.deeper:model", "serving_models.deeper"),
-    ("no_such_module_here.deeper:model", "no_such_module_here"),
-])
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("no_such_module_here:model", "no_such_module_here"),
+        ("serving_models.deeper:model", "serving_models.deeper"),
+        ("no_such_module_here.deeper:model", "no_such_module_here"),
+    ],
+)
 def test_a_module_that_is_not_there_is_named(target: str, missing: str) -> None:
     text = refusal(target)
     assert f"there is no module '{missing}'" in text
@@ -179,7 +202,8 @@ def test_a_relative_module_is_a_bad_target(target: str) -> None:
 
 
 def test_a_module_that_fails_inside_raises_its_own_error(
-        module: Callable[[str, str], None]) -> None:
+    module: Callable[[str, str], None],
+) -> None:
     module("failing", "raise LookupError('the weights have moved')")
     with pytest.raises(LookupError, match="the weights have moved"):
         load("failing:model")
@@ -189,7 +213,8 @@ def test_a_module_that_fails_inside_raises_its_own_error(
 
 
 def test_a_module_that_lacks_one_of_its_own_imports_is_not_called_missing(
-        module: Callable[[str, str], None]) -> None:
+    module: Callable[[str, str], None],
+) -> None:
     module("needy", "import a_package_that_is_not_there")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there") as error:
         load("needy:model")
@@ -201,7 +226,8 @@ def test_a_module_that_lacks_one_of_its_own_imports_is_not_called_missing(
 
 
 def test_a_module_that_lacks_the_attribute_is_said_to_with_what_it_has(
-        module: Callable[[str, str], None]) -> None:
+    module: Callable[[str, str], None],
+) -> None:
     module("having", "GRU = 1\ndef lstm(): pass\n_hidden = 2\n")
     text = refusal("having:gru")
     assert "module 'having' has no 'gru'; it has GRU, lstm" in text
@@ -209,10 +235,13 @@ def test_a_module_that_lacks_the_attribute_is_said_to_with_what_it_has(
     assert "has no 'lstm.deeper'" in refusal("having:lstm.deeper")
 
 
-@pytest.mark.parametrize(("target", "kind"), [
-    ("number", "int"), ("nothing", "NoneType"), ("Thing", "Thing"), ("text", "str")])
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("number", "int"), ("nothing", "NoneType"), ("Thing", "Thing"), ("text", "str")],
+)
 def test_an_attribute_that_gives_something_else_is_said_to(
-        module: Callable[[str, str], None], target: str, kind: str) -> None:
+    module: Callable[[str, str], None], target: str, kind: str
+) -> None:
     module("others", "number = 3\ntext = 'model'\ndef nothing(): pass\nclass Thing: pass\n")
     text = refusal(f"others:{target}")
     assert f"others:{target} gives a {kind}, and a StreamModel is needed" in text
@@ -220,15 +249,20 @@ def test_an_attribute_that_gives_something_else_is_said_to(
 
 
 def test_a_callable_that_needs_arguments_is_a_bad_target(
-        module: Callable[[str, str], None]) -> None:
+    module: Callable[[str, str], None],
+) -> None:
     module("wanting", "def model(size): return size\n")
     with pytest.raises(BadTarget, match="size"):
         load("wanting:model")
 
 
 def test_a_model_is_found_in_the_working_directory_called_or_as_it_is(
-        module: Callable[[str, str], None]) -> None:
-    module("here", HEAD + """
+    module: Callable[[str, str], None],
+) -> None:
+    module(
+        "here",
+        HEAD
+        + """
 class Zoo:
     one = models.carry(lambda variables, carry, frames: (carry + 1, frames),
                        lambda batch: jnp.zeros((batch,)), {}, frame=3, sample_shape=(2,),
@@ -236,7 +270,8 @@ class Zoo:
 
 def two():
     return Zoo.one
-""")
+""",
+    )
     assert load("here:Zoo.one").name == "one"
     assert load("here:two") is load("here:Zoo.one")
 

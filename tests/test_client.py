@@ -127,9 +127,14 @@ def expected(url: str, gate: Gate, model: Any, streams: dict[str, Any]) -> dict[
 
 def bits(replies: Any) -> list[Any]:
     """Outputs that compare equal only where every bit is."""
-    return [{name: (array.dtype.name, array.shape, array.tobytes())
-             for name, array in reply.output.items()}
-            for reply in replies if reply.output is not None]
+    return [
+        {
+            name: (array.dtype.name, array.shape, array.tobytes())
+            for name, array in reply.output.items()
+        }
+        for reply in replies
+        if reply.output is not None
+    ]
 
 
 class Proxy:
@@ -165,8 +170,9 @@ class Proxy:
     def _accept(self) -> None:
         while not self._stop.is_set():
             if select.select([self._listener], [], [], 0.05)[0]:
-                thread = threading.Thread(target=self._pass, args=[self._listener.accept()[0]],
-                                          daemon=True)
+                thread = threading.Thread(
+                    target=self._pass, args=[self._listener.accept()[0]], daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
 
@@ -207,7 +213,9 @@ def cut_off(proxy: Proxy, gate: Gate) -> Iterator[Client]:
 
 def test_a_producer_works_without_jax(url, gate, streams, expected, tmp_path):
     np.save(tmp_path / "frames.npy", streams["s0"])
-    program = WITHOUT_JAX + """
+    program = (
+        WITHOUT_JAX
+        + """
 import numpy as np, slotstream
 with slotstream.Client(sys.argv[1]) as client:
     session = client.open()
@@ -219,22 +227,39 @@ with slotstream.Client(sys.argv[1]) as client:
             print(*[a.tobytes().hex() for _, a in sorted(reply.output.items())])
 assert not {"jax", "jaxlib", "flax", "slotstream_worker"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program, url, tmp_path / "frames.npy"],
-                          capture_output=True, text=True, timeout=60, check=False)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, url, tmp_path / "frames.npy"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        " ".join(one[name][2].hex() for name in sorted(one)) for one in expected["s0"]]
+        " ".join(one[name][2].hex() for name in sorted(one)) for one in expected["s0"]
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "status", "words"), [
-    (["--help"], 0, ["worker     Serve a model", "push ", "sessions "]),
-    (["push", "--help"], 0, ["FILE", "--out"]),
-    (["worker"], 1, ["pip install 'slotstream[worker]'"]),
-], ids=["help", "help of push", "worker"])
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, ["worker     Serve a model", "push ", "sessions "]),
+        (["push", "--help"], 0, ["FILE", "--out"]),
+        (["worker"], 1, ["pip install 'slotstream[worker]'"]),
+    ],
+    ids=["help", "help of push", "worker"],
+)
 def test_the_command_line_works_without_jax(arguments, status, words):
     program = WITHOUT_JAX + f"from slotstream.cli import main\nmain({arguments})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=60, check=False, env={**os.environ, "COLUMNS": "100"})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert done.returncode == status, done.stderr
     assert all(word in done.stdout + done.stderr for word in words)
     assert "Traceback" not in done.stderr
@@ -269,8 +294,7 @@ def test_an_end_rides_on_the_last_frame(client, streams, expected):
     assert [reply.end for reply in replies] == [False] * 9 + [True]
 
 
-def test_replies_stop_when_nothing_is_in_flight_and_go_on_after_a_push(
-        client, streams, expected):
+def test_replies_stop_when_nothing_is_in_flight_and_go_on_after_a_push(client, streams, expected):
     session = client.open()
     got = []
     for start in (0, 1, 4):
@@ -342,8 +366,10 @@ def test_a_reset_begins_the_stream_anew(client, streams, expected):
     replies = list(session.replies())
     assert len(replies) == 19
     assert bits(replies) == expected["s3"][:4] + expected["s1"][:4] + expected["s0"]
-    assert {reply.id: reply.op for reply in replies if reply.op} == {alone: "reset",
-                                                                     with_frame: "reset"}
+    assert {reply.id: reply.op for reply in replies if reply.op} == {
+        alone: "reset",
+        with_frame: "reset",
+    }
 
 
 def test_a_second_client_goes_on_with_a_session_by_attaching(url, client, streams, expected):
@@ -365,8 +391,9 @@ def test_two_clients_may_push_into_one_session(url, client, streams, expected):
     session = client.open()
     with Client(url) as other:
         attached = other.attach(session.id)
-        pushed = [(attached if k % 3 else session).push(frame)
-                  for k, frame in enumerate(streams["s2"])]
+        pushed = [
+            (attached if k % 3 else session).push(frame) for k, frame in enumerate(streams["s2"])
+        ]
         session.end()
         assert pushed == sorted(set(pushed))
         assert bits(attached.replies()) == expected["s2"]
@@ -385,7 +412,8 @@ def test_a_used_id_is_opened_again_at_rest(client, streams, expected):
 
 
 def test_a_used_id_is_opened_at_rest_also_when_a_late_push_outlived_its_tombstone(
-        client, raw, streams, expected):
+    client, raw, streams, expected
+):
     # A push that is repeated after its answer was cut off may come when the session has closed.
     # It makes a new `in`, which does not expire; the row and the replies do.
     session = client.open("late")
@@ -485,9 +513,16 @@ def test_run_takes_generators_and_empty_streams(client, streams, expected):
         yield from streams[name]
 
     heard: list[tuple[str, EntryId]] = []
-    replies = client.run({"run-s0": frames("s0"), "run-none": [], "run-s1": frames("s1"),
-                          "run-none-2": iter(()), "run-one": iter(streams["s2"][:1])},
-                         on_reply=lambda name, reply: heard.append((name, reply.id)))
+    replies = client.run(
+        {
+            "run-s0": frames("s0"),
+            "run-none": [],
+            "run-s1": frames("s1"),
+            "run-none-2": iter(()),
+            "run-one": iter(streams["s2"][:1]),
+        },
+        on_reply=lambda name, reply: heard.append((name, reply.id)),
+    )
     assert list(replies) == ["run-s0", "run-none", "run-s1", "run-none-2", "run-one"]
     assert bits(replies["run-s0"]) == expected["s0"]
     assert bits(replies["run-s1"]) == expected["s1"]
@@ -619,8 +654,7 @@ def test_a_close_whose_answer_was_cut_off_closes(cut_off, proxy, streams, expect
     assert got[-1].reason == "close"
 
 
-def test_a_run_whose_answers_were_cut_off_runs_every_frame_once(
-        cut_off, proxy, streams, expected):
+def test_a_run_whose_answers_were_cut_off_runs_every_frame_once(cut_off, proxy, streams, expected):
     for word in ("in:cut-s0", "in:cut-s1", "XREAD", "control", "in:cut-s1"):
         proxy.cut(word)
     replies = cut_off.run({f"cut-{name}": stream for name, stream in streams.items()})
@@ -631,7 +665,8 @@ def test_a_run_whose_answers_were_cut_off_runs_every_frame_once(
 
 
 def test_a_cancel_whose_answer_was_cut_off_is_not_waited_for(
-        cut_off, proxy, gate, streams, expected):
+    cut_off, proxy, gate, streams, expected
+):
     session = cut_off.open()
     with gate.held():
         pushed = [session.push(frame) for frame in streams["s0"][:5]]
@@ -648,16 +683,21 @@ def test_a_cancel_whose_answer_was_cut_off_is_not_waited_for(
 # Bad frames
 
 
-@pytest.mark.parametrize(("array", "code", "words"), [
-    (np.ones((3, 6), np.float32), "shape", r"\[4, 6\].*\[3, 6\]"),
-    (np.ones((1, 4, 6), np.float32), "shape", r"\[4, 6\].*\[1, 4, 6\]"),
-    (np.float32(1.5), "shape", r"\[4, 6\].*\[\]"),
-    (np.ones(SHAPE, np.complex64), "dtype", "float32.*complex64"),
-    (np.full(SHAPE, "x"), "dtype", "float32"),
-    (np.full(SHAPE, None), "dtype", "float32.*object"),
-], ids=["shape", "rank", "a number", "complex", "text", "objects"])
+@pytest.mark.parametrize(
+    ("array", "code", "words"),
+    [
+        (np.ones((3, 6), np.float32), "shape", r"\[4, 6\].*\[3, 6\]"),
+        (np.ones((1, 4, 6), np.float32), "shape", r"\[4, 6\].*\[1, 4, 6\]"),
+        (np.float32(1.5), "shape", r"\[4, 6\].*\[\]"),
+        (np.ones(SHAPE, np.complex64), "dtype", "float32.*complex64"),
+        (np.full(SHAPE, "x"), "dtype", "float32"),
+        (np.full(SHAPE, None), "dtype", "float32.*object"),
+    ],
+    ids=["shape", "rank", "a number", "complex", "text", "objects"],
+)
 def test_a_frame_the_app_cannot_take_is_refused_at_the_push(
-        client, raw, streams, expected, array, code, words):
+    client, raw, streams, expected, array, code, words
+):
     session = client.open()
     first = session.push(streams["s1"][0])
     for act in (session.push, session.reset):
@@ -674,9 +714,17 @@ def test_a_frame_the_app_cannot_take_is_refused_at_the_push(
 def test_frames_are_refused_only_once_the_config_is_known(nobody, unserved, streams):
     session = nobody.open()
     session.push(np.ones((3, 2)))
-    unserved.redis.hset(f"{unserved.app}:config", mapping={
-        "protocol": "1", "partitions": "1", "frame": "4", "sample_shape": "[6]",
-        "dtype": "float32", "max_frame_bytes": "4096"})
+    unserved.redis.hset(
+        f"{unserved.app}:config",
+        mapping={
+            "protocol": "1",
+            "partitions": "1",
+            "frame": "4",
+            "sample_shape": "[6]",
+            "dtype": "float32",
+            "max_frame_bytes": "4096",
+        },
+    )
     with pytest.raises(BadFrame):
         session.push(np.ones((3, 2)))
     session.push(streams["s0"][0])
@@ -703,6 +751,7 @@ def test_an_error_reply_is_read_like_another(client, raw, streams, expected):
 @pytest.fixture
 def run_cli(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("COLUMNS", "160")
+
     def run(*arguments: object, app: str = "slotstream") -> Any:
         command, *rest = map(str, arguments)
         return CliRunner().invoke(cli, [command, *rest, "--redis", url, "--app", app])
@@ -719,9 +768,17 @@ def file(tmp_path: Path, streams: dict[str, Any]) -> Path:
 def saved(path: Path) -> list[Any]:
     """The saved outputs, as `bits` of single replies."""
     with np.load(path) as arrays:
-        return [{name: (array.dtype.name, array[4 * k : 4 * k + 4].shape,
-                        array[4 * k : 4 * k + 4].tobytes()) for name, array in arrays.items()}
-                for k in range(10)]
+        return [
+            {
+                name: (
+                    array.dtype.name,
+                    array[4 * k : 4 * k + 4].shape,
+                    array[4 * k : 4 * k + 4].tobytes(),
+                )
+                for name, array in arrays.items()
+            }
+            for k in range(10)
+        ]
 
 
 def test_push_saves_the_outputs_of_an_array(run_cli, file, tmp_path, expected):
@@ -776,11 +833,15 @@ def test_push_takes_a_random_id_by_default(run_cli, client, raw, file, expected,
     assert saved(tmp_path / "o.npz") == expected["s1"]
 
 
-@pytest.mark.parametrize(("array", "words"), [
-    (np.ones((7, 6), np.float32), "multiple of 4"),
-    (np.ones((2, 4, 6, 1), np.float32), r"[2, 4, 6, 1]"),
-    (np.ones((2, 4, 5), np.float32), "[4, 5]"),
-], ids=["not a multiple", "an axis too many", "another sample"])
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.ones((7, 6), np.float32), "multiple of 4"),
+        (np.ones((2, 4, 6, 1), np.float32), r"[2, 4, 6, 1]"),
+        (np.ones((2, 4, 5), np.float32), "[4, 5]"),
+    ],
+    ids=["not a multiple", "an axis too many", "another sample"],
+)
 def test_push_refuses_an_array_the_app_cannot_take(url, gate, tmp_path, capsys, array, words):
     np.save(tmp_path / "odd.npy", array)
     with pytest.raises(SystemExit) as done:
@@ -806,8 +867,7 @@ def test_sessions_shows_how_far_each_session_is(run_cli, client, raw, gate, stre
     session, other = client.open("shown/1"), client.open("shown/2")
     pushed = [session.push(frame) for frame in streams["s0"][:3]]
     list(session.replies())
-    wait_until(lambda: raw.row("shown/1")["cursor"].decode() == str(pushed[-1]), 10,
-               "a checkpoint")
+    wait_until(lambda: raw.row("shown/1")["cursor"].decode() == str(pushed[-1]), 10, "a checkpoint")
     with gate.held():
         for frame in streams["s0"][3:7]:
             session.push(frame)
@@ -835,7 +895,8 @@ def test_sessions_shows_how_far_each_session_is(run_cli, client, raw, gate, stre
 
 
 def test_sessions_can_be_read_on_a_narrow_terminal_and_in_a_pipe(
-        run_cli, client, raw, streams, monkeypatch):
+    run_cli, client, raw, streams, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     session = client.open("narrow-1")
     session.push(streams["s0"][0])

@@ -35,8 +35,14 @@ def model_of(name: str, dtype: np.dtype[Any]) -> StreamModel:
         # The linen modules compute in the dtype of their frames and weights.
         single = model_of(name, SINGLE)
         weights = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), single.variables)
-        return build(single.name, single.apply, weights, frame=single.frame,
-                     sample_shape=single.sample_shape, dtype=dtype)
+        return build(
+            single.name,
+            single.apply,
+            weights,
+            frame=single.frame,
+            sample_shape=single.sample_shape,
+            dtype=dtype,
+        )
     return ENGINE_MODELS[name](dtype.type)
 
 
@@ -49,8 +55,11 @@ def server_of(name: str, dtype: np.dtype[Any], slots: int = SLOTS) -> StreamServ
 def streams(model: StreamModel, lengths: Sequence[int], seed: int) -> list[np.ndarray[Any, Any]]:
     """One stream `[frames, frame, *sample_shape]` a length, each on a scale of its own."""
     rng = np.random.default_rng(seed)
-    return [random_frames(rng, (n, *model.frame_shape), model.dtype)
-            * np.asarray(rng.uniform(0.5, 2.0), model.dtype) for n in lengths]
+    return [
+        random_frames(rng, (n, *model.frame_shape), model.dtype)
+        * np.asarray(rng.uniform(0.5, 2.0), model.dtype)
+        for n in lengths
+    ]
 
 
 def whole(model: StreamModel, stream: np.ndarray[Any, Any]) -> Outputs:
@@ -89,8 +98,12 @@ def assert_close(got: Outputs, expected: Outputs, tolerance: float) -> None:
             np.testing.assert_allclose(got[name], array, rtol=0, atol=tolerance, err_msg=name)
 
 
-def interleave(server: Any, work: Sequence[np.ndarray[Any, Any]], slots: int, seed: int,
-               ) -> tuple[list[list[Any]], dict[int, list[int]]]:
+def interleave(
+    server: Any,
+    work: Sequence[np.ndarray[Any, Any]],
+    slots: int,
+    seed: int,
+) -> tuple[list[list[Any]], dict[int, list[int]]]:
     """Serve all of `work`, more streams than slots, in a random order of opens, frames and pauses.
 
     Returns every stream's results, and by slot the streams that held it one after another.
@@ -131,12 +144,15 @@ def test_interleaved_sessions_equal_one_call_over_each_whole_stream(name: str, x
 
 @pytest.mark.parametrize("name", ENGINE_MODELS)
 def test_two_frames_of_one_round_each_equal_their_own_stream_when_queued_together(
-        name: str, x64: None) -> None:
+    name: str, x64: None
+) -> None:
     server = server_of(name, PRECISE)
     work = streams(server.model, [3] * SLOTS, seed=12)
     sessions = [server.open() for _ in work]
-    futures = [[server.submit(session, frame) for frame in stream]
-               for session, stream in zip(sessions, work, strict=True)]
+    futures = [
+        [server.submit(session, frame) for frame in stream]
+        for session, stream in zip(sessions, work, strict=True)
+    ]
     server.run()
     for stream, frames, session in zip(work, futures, sessions, strict=True):
         expected = whole(server.model, stream)
@@ -144,8 +160,16 @@ def test_two_frames_of_one_round_each_equal_their_own_stream_when_queued_togethe
         server.close(session)
 
 
-def among(server: StreamServer, stream: np.ndarray[Any, Any], others: int, *, seed: int,
-          place: int = 0, nan: bool = False, pauses: bool = False) -> Outputs:
+def among(
+    server: StreamServer,
+    stream: np.ndarray[Any, Any],
+    others: int,
+    *,
+    seed: int,
+    place: int = 0,
+    nan: bool = False,
+    pauses: bool = False,
+) -> Outputs:
     """The stream's outputs beside `others` sessions, opened after `place` of them."""
     rng = np.random.default_rng(seed)
     company = [server.open() for _ in range(place)]
@@ -221,8 +245,9 @@ def test_the_row_counts_that_the_probe_chooses_keep_every_bit_in_any_company(nam
     for others in (1, 2, 3, 4, 7, SLOTS - 1):
         for place in {0, others // 2, others}:
             got = among(server, stream, others, seed=others, place=place, pauses=place > 0)
-            assert_same_bits(got, alone, f"{others} others, row {place}, of "
-                                         f"{server.engine.row_counts}")
+            assert_same_bits(
+                got, alone, f"{others} others, row {place}, of {server.engine.row_counts}"
+            )
 
 
 def test_the_row_counts_that_the_probe_chooses_serve_whole_streams(x64: None) -> None:
@@ -238,7 +263,8 @@ def test_the_row_counts_that_the_probe_chooses_serve_whole_streams(x64: None) ->
 
 needs_sparx = pytest.mark.skipif(
     sys.version_info < (3, 12) or importlib.util.find_spec("sparx") is None,
-    reason="sparx (sparxml on PyPI) needs Python 3.12 or later and is not installed here")
+    reason="sparx (sparxml on PyPI) needs Python 3.12 or later and is not installed here",
+)
 
 SPARX = ("plain", "recurrent ALIF", "delayed", "SEWResNet")
 
@@ -259,11 +285,15 @@ def sparx_model(kind: str) -> tuple[Any, Any, tuple[int, ...]]:
     numerics = {"dtype": np.float64, "param_dtype": np.float64}
     module, shape = {
         "plain": lambda: (SpikingMLP((12, 8), 3, **numerics), (6,)),
-        "recurrent ALIF": lambda: (SpikingMLP((10,), 3, neuron=ALIF(), recurrent=True, **numerics),
-                                   (6,)),
+        "recurrent ALIF": lambda: (
+            SpikingMLP((10,), 3, neuron=ALIF(), recurrent=True, **numerics),
+            (6,),
+        ),
         "delayed": lambda: (SpikingMLP((9,), 3, delays=(4, 3), **numerics), (6,)),
-        "SEWResNet": lambda: (SEWResNet((1, 1), 3, width=4, stem="small", neuron=LIF(tau=2.0),
-                                        **numerics), (6, 6, 2)),
+        "SEWResNet": lambda: (
+            SEWResNet((1, 1), 3, width=4, stem="small", neuron=LIF(tau=2.0), **numerics),
+            (6, 6, 2),
+        ),
     }[kind]()
     init = jax.jit(functools.partial(module.init, train=False))
     variables = init(jax.random.key(4), np.zeros((4, 1, *shape)))
@@ -275,8 +305,9 @@ def sparx_model(kind: str) -> tuple[Any, Any, tuple[int, ...]]:
 @functools.cache
 def sparx_server(kind: str) -> StreamServer:
     module, variables, shape = sparx_model(kind)
-    return StreamServer(module, variables, slots=5, frame=4, sample_shape=shape, dtype=np.float64,
-                        row_counts=(4,))
+    return StreamServer(
+        module, variables, slots=5, frame=4, sample_shape=shape, dtype=np.float64, row_counts=(4,)
+    )
 
 
 @needs_sparx
@@ -297,13 +328,13 @@ def test_sparx_models_served_here_equal_direct_calls(kind: str, sparx_numerics: 
 @needs_sparx
 @pytest.mark.parametrize("kind", SPARX)
 def test_sparx_models_served_here_equal_what_sparxs_own_server_gives(
-        kind: str, sparx_numerics: None) -> None:
+    kind: str, sparx_numerics: None
+) -> None:
     from sparx.serve import StreamServer as SparxServer
 
     module, variables, shape = sparx_model(kind)
     ours = sparx_server(kind)
-    theirs = SparxServer(module, variables, slots=5, frame=4, sample_shape=shape,
-                         dtype=np.float64)
+    theirs = SparxServer(module, variables, slots=5, frame=4, sample_shape=shape, dtype=np.float64)
     work = streams(ours.model, [4, 2, 4, 4, 2, 4, 2, 4], seed=43)
     here, our_holders = interleave(ours, work, slots=5, seed=44)
     there, their_holders = interleave(theirs, work, slots=5, seed=44)

@@ -32,8 +32,10 @@ LEAVES = {
 }
 TREE = jax.tree.structure(dict.fromkeys(LEAVES, 0))
 SPEC = StateSpec(tuple(LEAVES.values()), TREE)
-SMALL = StateSpec((LEAVES["armed"], LEAVES["count"], LEAVES["line"]),
-                  jax.tree.structure({"armed": 0, "count": 0, "line": 0}))
+SMALL = StateSpec(
+    (LEAVES["armed"], LEAVES["count"], LEAVES["line"]),
+    jax.tree.structure({"armed": 0, "count": 0, "line": 0}),
+)
 
 
 def random_rows(spec: StateSpec, count: int, seed: int) -> list[np.ndarray[Any, Any]]:
@@ -62,8 +64,10 @@ def packed(spec: StateSpec, count: int, seed: int) -> list[bytes]:
 def on_device(pool: Pool) -> list[bytes]:
     """Bytes of every slot's row, read from the arrays and not through the pool."""
     arrays = [np.asarray(array) for array in pool.arrays]
-    return [b"".join(np.ascontiguousarray(array[k]).tobytes() for array in arrays)
-            for k in range(pool.slots)]
+    return [
+        b"".join(np.ascontiguousarray(array[k]).tobytes() for array in arrays)
+        for k in range(pool.slots)
+    ]
 
 
 def row_of(pool: Pool, session: Any) -> bytes:
@@ -250,7 +254,8 @@ def test_a_row_changed_while_its_launch_ran_keeps_the_change(change: str) -> Non
     assert row_of(pool, "c") == SMALL.pack(new, 4)[0]
     slot = pool.sessions["c"]
     assert [row for k, row in enumerate(on_device(pool)) if k != slot] == [
-        row for k, row in enumerate(changed) if k != slot]
+        row for k, row in enumerate(changed) if k != slot
+    ]
     assert pool.fresh == fresh - {slot}
 
 
@@ -539,8 +544,11 @@ class PoolAgainstDict(RuleBasedStateMachine):
             if name not in self.rows:
                 self.rows[name], self.lives[name] = b"", object()
 
-    @rule(names=st.lists(NAMES, max_size=4), forks=st.lists(NAMES, max_size=2),
-          take_back=st.booleans())
+    @rule(
+        names=st.lists(NAMES, max_size=4),
+        forks=st.lists(NAMES, max_size=2),
+        take_back=st.booleans(),
+    )
     def admit(self, names: list[str], forks: list[str], take_back: bool) -> None:
         new = {*names, *forks} - self.rows.keys()
         admission = self.pool.admit(names, forks)
@@ -561,17 +569,20 @@ class PoolAgainstDict(RuleBasedStateMachine):
         plan = self.pool.plan(sessions, rows=rows, ahead=[flight[0] for flight in self.flights])
         coming = {name for flight in self.flights for name in flight[0].sessions}
         assert plan.has_state[: plan.num_rows].tolist() == [
-            bool(self.rows[name]) or name in coming for name in sessions]
+            bool(self.rows[name]) or name in coming for name in sessions
+        ]
         new = random_rows(SMALL, rows, seed)
-        self.flights.append((plan, [self.lives[name] for name in sessions], new,
-                             SMALL.pack(new, rows)))
+        self.flights.append(
+            (plan, [self.lives[name] for name in sessions], new, SMALL.pack(new, rows))
+        )
 
     @precondition(lambda self: self.flights)
     @rule(dropped=st.booleans())
     def finish(self, dropped: bool) -> None:
         plan, lives, new, raws = self.flights.pop(0)
-        current = [self.lives.get(name) is life
-                   for name, life in zip(plan.sessions, lives, strict=True)]
+        current = [
+            self.lives.get(name) is life for name, life in zip(plan.sessions, lives, strict=True)
+        ]
         if all(current):
             self.pool.check(plan)
         else:
@@ -643,6 +654,11 @@ class PoolAgainstDict(RuleBasedStateMachine):
 
 
 PoolAgainstDict.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck))
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 TestPoolAgainstDict = PoolAgainstDict.TestCase

@@ -37,12 +37,19 @@ def model_of(name: str) -> StreamModel:
 
 def exact() -> StreamModel:
     """Sums of whole numbers: no row count can round them."""
+
     def step(variables: Any, carry: Any, frames: jax.Array) -> Any:
         sums = carry[None] + jnp.cumsum(frames * variables["gain"], axis=0, dtype=jnp.int32)
         return sums[-1], {"sums": sums, "halves": sums.astype(jnp.float32) * jnp.float32(0.5)}
 
-    return models.carry(step, lambda batch: jnp.zeros((batch, 2), jnp.int32),
-                        {"gain": np.int32(3)}, frame=2, sample_shape=(2,), dtype=np.int32)
+    return models.carry(
+        step,
+        lambda batch: jnp.zeros((batch, 2), jnp.int32),
+        {"gain": np.int32(3)},
+        frame=2,
+        sample_shape=(2,),
+        dtype=np.int32,
+    )
 
 
 # Covers
@@ -53,10 +60,12 @@ COSTS = st.dictionaries(st.integers(1, 12), st.floats(0, 10), min_size=1, max_si
 def cheapest(cost_ms: dict[int, float], rows: int) -> float:
     """By trying every multiset of counts that could hold the rows."""
     longest = -(-rows // min(cost_ms))
-    return min(sum(cost_ms[count] + LAUNCH_MS for count in chosen)
-               for n in range(longest + 1)
-               for chosen in itertools.combinations_with_replacement(sorted(cost_ms), n)
-               if sum(chosen) >= rows)
+    return min(
+        sum(cost_ms[count] + LAUNCH_MS for count in chosen)
+        for n in range(longest + 1)
+        for chosen in itertools.combinations_with_replacement(sorted(cost_ms), n)
+        if sum(chosen) >= rows
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -71,8 +80,9 @@ def test_a_cover_costs_no_more_than_any_other(cost_ms: dict[int, float], rows: i
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(COSTS, st.lists(st.integers(0, 200), min_size=1, max_size=4))
-def test_a_covers_launches_hold_the_rows_and_none_is_idle(cost_ms: dict[int, float],
-                                                         loads: list[int]) -> None:
+def test_a_covers_launches_hold_the_rows_and_none_is_idle(
+    cost_ms: dict[int, float], loads: list[int]
+) -> None:
     cover = Cover(cost_ms)
     for rows in loads:  # in any order: what was found before is kept
         counts = cover.split(rows)
@@ -96,10 +106,21 @@ def test_row_counts_are_one_or_more(cost_ms: dict[int, float]) -> None:
         Cover(cost_ms)
 
 
-@pytest.mark.parametrize(("slots", "expected"), [
-    (1, [1]), (2, [1, 2]), (3, [1, 4]), (4, [1, 4]), (5, [1, 4, 8]), (16, [1, 4, 16]),
-    (17, [1, 4, 16, 32]), (100, [1, 4, 16, 64, 128]), (1024, [1, 4, 16, 64, 256, 1024]),
-    (10**6, [1, 4, 16, 64, 256, 1024])])
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 4]),
+        (4, [1, 4]),
+        (5, [1, 4, 8]),
+        (16, [1, 4, 16]),
+        (17, [1, 4, 16, 32]),
+        (100, [1, 4, 16, 64, 128]),
+        (1024, [1, 4, 16, 64, 256, 1024]),
+        (10**6, [1, 4, 16, 64, 256, 1024]),
+    ],
+)
 def test_candidates_climb_from_one_row_to_all_slots(slots: int, expected: list[int]) -> None:
     assert candidates(slots) == expected
 
@@ -121,6 +142,7 @@ Effect = Callable[[Plan, dict[str, Any]], dict[str, Any]]
 @pytest.fixture
 def disturbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Change what launches give, and give each row count a time."""
+
     def disturb(effect: Effect, ms: dict[int, float] | None = None) -> None:
         launch = Launcher.launch
 
@@ -147,16 +169,20 @@ def fresh_probe(counts: list[int], slots: int = 40, name: str = "exact") -> Prob
 
 def rounded(by: Callable[[int], float]) -> Effect:
     """Outputs off by a little that depends on the row count alone."""
+
     def effect(plan: Plan, outputs: dict[str, Any]) -> dict[str, Any]:
         off = np.float32(by(len(plan.slot_indices)))
-        return {name: array + off if array.dtype == np.float32 else array
-                for name, array in outputs.items()}
+        return {
+            name: array + off if array.dtype == np.float32 else array
+            for name, array in outputs.items()
+        }
 
     return effect
 
 
 def test_row_counts_that_differ_in_a_bit_are_never_used_together(
-        disturbed: Callable[..., None]) -> None:
+    disturbed: Callable[..., None],
+) -> None:
     flat = dict.fromkeys((1, 4, 8, 16), 1.0)
     disturbed(rounded(lambda count: 1e-3 * (count > 4)), flat)
     found = fresh_probe([16, 1, 8, 4])
@@ -169,13 +195,18 @@ def test_row_counts_that_differ_in_a_bit_are_never_used_together(
     assert found.cover.cost_ms.keys() == {8, 16}
 
 
-@pytest.mark.parametrize(("ms", "chosen"), [
-    ({1: 1.0, 4: 0.1, 16: 100.0}, (4,)),
-    ({1: 1.0, 4: 10.0, 16: 1.5}, (1, 16)),
-    ({1: 0.01, 4: 50.0, 16: 0.1}, (1, 16)),
-], ids=["the middle one is cheap", "the outer ones are", "far cheaper"])
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ({1: 1.0, 4: 0.1, 16: 100.0}, (4,)),
+        ({1: 1.0, 4: 10.0, 16: 1.5}, (1, 16)),
+        ({1: 0.01, 4: 50.0, 16: 0.1}, (1, 16)),
+    ],
+    ids=["the middle one is cheap", "the outer ones are", "far cheaper"],
+)
 def test_the_group_that_serves_few_and_many_rows_cheapest_is_chosen(
-        disturbed: Callable[..., None], ms: dict[int, float], chosen: tuple[int, ...]) -> None:
+    disturbed: Callable[..., None], ms: dict[int, float], chosen: tuple[int, ...]
+) -> None:
     disturbed(rounded(lambda count: 1e-3 * (count == 4)), ms)
     found = fresh_probe(list(ms))
     assert sorted(found.groups) == [(1, 16), (4,)]
@@ -185,19 +216,24 @@ def test_the_group_that_serves_few_and_many_rows_cheapest_is_chosen(
 
 def by_position(only: int | None = None) -> Effect:
     """Rows that know where in the launch they are."""
+
     def effect(plan: Plan, outputs: dict[str, Any]) -> dict[str, Any]:
         rows = len(plan.slot_indices)
         if only not in (None, rows):
             return outputs
-        return {name: array + np.arange(rows).astype(array.dtype).reshape(
-            -1, *[1] * (array.ndim - 1)) * np.ones(array.shape, array.dtype)
-            for name, array in ((n, np.asarray(a)) for n, a in outputs.items())}
+        return {
+            name: array
+            + np.arange(rows).astype(array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+            * np.ones(array.shape, array.dtype)
+            for name, array in ((n, np.asarray(a)) for n, a in outputs.items())
+        }
 
     return effect
 
 
 def test_a_row_count_whose_rows_depend_on_their_place_is_left_out(
-        disturbed: Callable[..., None]) -> None:
+    disturbed: Callable[..., None],
+) -> None:
     disturbed(by_position(only=4), {1: 9.0, 4: 0.001, 16: 9.0})
     found = fresh_probe([1, 4, 16])
     assert {m.count: m.steady for m in found.measured} == {1: True, 4: False, 16: True}
@@ -206,7 +242,8 @@ def test_a_row_count_whose_rows_depend_on_their_place_is_left_out(
 
 
 def test_a_model_whose_rows_depend_on_their_place_everywhere_cannot_be_served(
-        disturbed: Callable[..., None]) -> None:
+    disturbed: Callable[..., None],
+) -> None:
     disturbed(by_position(), {4: 1.0, 16: 1.0})
     with pytest.raises(CannotStream, match=r"normalises or mixes over the batch.*train=False"):
         fresh_probe([4, 16])
@@ -221,15 +258,24 @@ def test_a_probe_counts_states_and_not_only_outputs(monkeypatch: pytest.MonkeyPa
             first, *others = ran.rows
             ran = dataclasses.replace(ran, rows=[first + 1, *others])
         return dataclasses.replace(
-            ran, outputs={name: jnp.zeros_like(array) for name, array in ran.outputs.items()})
+            ran, outputs={name: jnp.zeros_like(array) for name, array in ran.outputs.items()}
+        )
 
     monkeypatch.setattr(Launcher, "launch", changed)
     assert sorted(fresh_probe([1, 4, 16]).groups) == [(1, 16), (4,)]
 
 
 def test_the_groups_of_a_probe_are_the_steady_counts_by_digest() -> None:
-    found = Probe((), "", (Measured(1, 1.0, "a", True), Measured(2, 1.0, "b", True),
-                           Measured(4, 1.0, "a", False), Measured(8, 1.0, "a", True)))
+    found = Probe(
+        (),
+        "",
+        (
+            Measured(1, 1.0, "a", True),
+            Measured(2, 1.0, "b", True),
+            Measured(4, 1.0, "a", False),
+            Measured(8, 1.0, "a", True),
+        ),
+    )
     assert found.groups == [(1, 8), (2,)]
 
 
@@ -244,7 +290,8 @@ def probed(name: str, slots: int, counts: tuple[int, ...]) -> tuple[Probe, Pool]
 
 @pytest.mark.parametrize("name", ["served", "exact"])
 def test_the_digest_depends_neither_on_the_slots_nor_on_the_row_count_within_a_group(
-        name: str) -> None:
+    name: str,
+) -> None:
     together, _ = probed(name, 40, (4, 16))
     for group in together.groups:
         for count in group:
@@ -257,8 +304,14 @@ def test_the_digest_depends_neither_on_the_slots_nor_on_the_row_count_within_a_g
 
 def test_the_digest_tells_models_apart() -> None:
     model = model_of("exact")
-    digests = {probe(Launcher(dataclasses.replace(model, variables={"gain": np.int32(gain)})),
-                     Pool(model.spec, 7), [4]).digest for gain in (3, 4, 5)}
+    digests = {
+        probe(
+            Launcher(dataclasses.replace(model, variables={"gain": np.int32(gain)})),
+            Pool(model.spec, 7),
+            [4],
+        ).digest
+        for gain in (3, 4, 5)
+    }
     assert len(digests) == 3
     assert probed("exact", 7, (4,))[0].digest in digests
 

@@ -44,14 +44,20 @@ def explode(frames: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @functools.cache
 def fragile() -> StreamServer:
     """Running sums; a launch with a poisoned frame in it raises on the device."""
+
     def step(variables: Any, carry: Any, frames: jax.Array) -> Any:
         shape = jax.ShapeDtypeStruct(frames.shape, frames.dtype)
         checked = jax.pure_callback(explode, shape, frames)
         sums = carry[None] + jnp.cumsum(checked * variables["gain"], axis=0)
         return sums[-1], sums
 
-    model = models.carry(step, lambda batch: jnp.zeros((batch, 3), jnp.float32),
-                         {"gain": np.float32(2)}, frame=2, sample_shape=(3,))
+    model = models.carry(
+        step,
+        lambda batch: jnp.zeros((batch, 3), jnp.float32),
+        {"gain": np.float32(2)},
+        frame=2,
+        sample_shape=(3,),
+    )
     return StreamServer(model, slots=SLOTS, row_counts=(4,))
 
 
@@ -175,10 +181,13 @@ def test_the_next_holder_of_a_slot_starts_at_rest(server: StreamServer) -> None:
 # Frames
 
 
-@pytest.mark.parametrize("shape", [(FRAME, WIDTH + 1), (FRAME - 1, WIDTH), (WIDTH, FRAME),
-                                   (1, FRAME, WIDTH), (FRAME,), ()])
+@pytest.mark.parametrize(
+    "shape",
+    [(FRAME, WIDTH + 1), (FRAME - 1, WIDTH), (WIDTH, FRAME), (1, FRAME, WIDTH), (FRAME,), ()],
+)
 def test_a_frame_of_another_shape_is_refused_with_both_shapes(
-        server: StreamServer, shape: tuple[int, ...]) -> None:
+    server: StreamServer, shape: tuple[int, ...]
+) -> None:
     session = server.open()
     with pytest.raises(ValueError, match=r"a frame is \(4, 6\), got \(") as refusal:
         server.submit(session, np.zeros(shape, np.float32))
@@ -195,13 +204,23 @@ def test_a_frame_of_another_kind_is_refused(server: StreamServer, dtype: str) ->
     assert not server.pending[session]
 
 
-@pytest.mark.parametrize("convert", [
-    lambda f: f.astype(np.float64), lambda f: f.tolist(), jnp.asarray,
-    np.asfortranarray, lambda f: np.repeat(f, 2, axis=0)[::2],
-    lambda f: f.astype(np.int64), lambda f: f.astype(np.int8), lambda f: f > 0,
-], ids=["float64", "list", "jax", "fortran", "strided", "int64", "int8", "bool"])
-def test_numbers_that_convert_without_loss_of_kind_are_taken(server: StreamServer,
-                                                             convert: Any) -> None:
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda f: f.astype(np.float64),
+        lambda f: f.tolist(),
+        jnp.asarray,
+        np.asfortranarray,
+        lambda f: np.repeat(f, 2, axis=0)[::2],
+        lambda f: f.astype(np.int64),
+        lambda f: f.astype(np.int8),
+        lambda f: f > 0,
+    ],
+    ids=["float64", "list", "jax", "fortran", "strided", "int64", "int8", "bool"],
+)
+def test_numbers_that_convert_without_loss_of_kind_are_taken(
+    server: StreamServer, convert: Any
+) -> None:
     frame = np.round(stream(5, 1)[0] * 2)
     given = convert(frame)
     session = server.open()
@@ -217,8 +236,17 @@ def test_a_frame_of_integers_takes_no_fractions() -> None:
         return sums[-1], sums
 
     server = StreamServer(
-        models.carry(step, lambda batch: jnp.zeros((batch, 2), jnp.int32), {}, frame=3,
-                     sample_shape=(2,), dtype=np.int16), slots=2, row_counts=(2,))
+        models.carry(
+            step,
+            lambda batch: jnp.zeros((batch, 2), jnp.int32),
+            {},
+            frame=3,
+            sample_shape=(2,),
+            dtype=np.int16,
+        ),
+        slots=2,
+        row_counts=(2,),
+    )
     session = server.open()
     with pytest.raises(ValueError, match="int16, and float32 does not convert"):
         server.submit(session, np.ones((3, 2), np.float32))
@@ -240,7 +268,8 @@ def test_submit_copies_its_frame(server: StreamServer) -> None:
 
 
 def test_a_cancelled_frame_is_dropped_and_the_next_runs_from_where_the_state_was(
-        server: StreamServer) -> None:
+    server: StreamServer,
+) -> None:
     frames = stream(7, 5)
     expected = alone(server, frames[[0, 2, 4]])
     session = server.open()
@@ -273,7 +302,8 @@ def test_a_round_of_cancelled_frames_runs_nothing(server: StreamServer) -> None:
 
 
 def test_step_runs_one_frame_of_every_session_that_has_one_and_says_how_many(
-        server: StreamServer) -> None:
+    server: StreamServer,
+) -> None:
     sessions = [server.open() for _ in range(6)]
     for k, session in enumerate(sessions):
         for frame in stream(k, k):
@@ -329,7 +359,8 @@ def test_outputs_of_a_finished_future_stay_as_they_are(server: StreamServer) -> 
 
 
 def test_nan_reaches_neither_the_neighbours_nor_the_slots_next_session(
-        server: StreamServer) -> None:
+    server: StreamServer,
+) -> None:
     frames = stream(10, 3)
     expected = alone(server, frames)
     sick, *healthy = [server.open() for _ in range(SLOTS)]
@@ -340,8 +371,10 @@ def test_nan_reaches_neither_the_neighbours_nor_the_slots_next_session(
         assert len({str(bits(f.result(timeout=0))) for f in futures}) == 1
     assert bits(futures[0].result(timeout=0)) == expected[-1]
     slot = server.sessions[sick]
-    assert any(np.isnan(np.asarray(leaf)[slot].astype(np.float32)).any()
-               for leaf in jax.tree.leaves(server.state)), "its membranes are NaN"
+    assert any(
+        np.isnan(np.asarray(leaf)[slot].astype(np.float32)).any()
+        for leaf in jax.tree.leaves(server.state)
+    ), "its membranes are NaN"
     server.close(sick)
     heir = server.open()
     assert server.sessions[heir] == slot
@@ -368,15 +401,19 @@ def test_what_a_server_holds_is_readable(server: StreamServer) -> None:
     assert jax.tree.structure(server.state) == jax.tree.structure(state)
     for leaf, expected in zip(jax.tree.leaves(server.state), jax.tree.leaves(state), strict=True):
         assert leaf.shape == (SLOTS + 1, *expected.shape[1:])
-        np.testing.assert_allclose(np.asarray(leaf)[server.sessions[a]].astype(np.float64),
-                                   np.asarray(expected)[0].astype(np.float64), atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(leaf)[server.sessions[a]].astype(np.float64),
+            np.asarray(expected)[0].astype(np.float64),
+            atol=1e-6,
+        )
 
 
 # A step that raises
 
 
 def test_a_step_that_raises_fails_every_frame_it_took_and_changes_no_state(
-        fragile_server: StreamServer) -> None:
+    fragile_server: StreamServer,
+) -> None:
     server = fragile_server
     sessions = [server.open() for _ in range(6)]  # two launches, one of them sound
     streams = {s: stream(s, 4, (2, 3)) for s in sessions}
@@ -390,8 +427,9 @@ def test_a_step_that_raises_fails_every_frame_it_took_and_changes_no_state(
 
     poisoned = streams[sessions[2]][1].copy()
     poisoned[1, 0] = POISON
-    futures = {s: server.submit(s, poisoned if s == sessions[2] else streams[s][1])
-               for s in sessions[:5]}
+    futures = {
+        s: server.submit(s, poisoned if s == sessions[2] else streams[s][1]) for s in sessions[:5]
+    }
     later = server.submit(sessions[0], streams[sessions[0]][1])
     with pytest.raises(Exception, match="a poisoned frame") as raised:
         server.step()
@@ -401,8 +439,9 @@ def test_a_step_that_raises_fails_every_frame_it_took_and_changes_no_state(
     assert not later.done(), "it had not been taken"
 
     assert server.step() == 1
-    parts = {s: [later] if s == sessions[0] else [server.submit(s, streams[s][1])]
-             for s in sessions[:5]}
+    parts = {
+        s: [later] if s == sessions[0] else [server.submit(s, streams[s][1])] for s in sessions[:5]
+    }
     for session in sessions[:5]:
         parts[session].append(server.submit(session, streams[session][2]))
     server.run()
@@ -434,8 +473,12 @@ def test_a_round_that_failed_is_isolated_to_the_frame_that_raises() -> None:
     frames[4, 1, 2] = POISON
     outcomes = list(engine.isolate(names, frames))
     failed = [one for one in outcomes if isinstance(one, Failed)]
-    ran = {s: one.outputs["output"][k] for one in outcomes if isinstance(one, Ran)
-           for k, s in enumerate(one.sessions)}
+    ran = {
+        s: one.outputs["output"][k]
+        for one in outcomes
+        if isinstance(one, Ran)
+        for k, s in enumerate(one.sessions)
+    }
     assert [one.session for one in failed] == ["e"]
     assert "a poisoned frame" in str(failed[0].error)
     assert set(ran) == set(names) - {"e"}
@@ -458,13 +501,23 @@ def test_a_stream_model_is_taken_as_it_is() -> None:
     assert outputs[0].keys() == {"energy", "step"}
     expected = direct(model, frames.reshape(-1, *model.sample_shape))
     np.testing.assert_array_equal(np.concatenate([o["step"] for o in outputs]), expected["step"])
-    np.testing.assert_allclose(np.concatenate([o["energy"] for o in outputs]), expected["energy"],
-                               rtol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate([o["energy"] for o in outputs]), expected["energy"], rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize("given", [
-    {"variables": {}}, {"frame": 4}, {"sample_shape": (6,)}, {"dtype": "float32"}, {"call": {}},
-    {"frame": 4, "dtype": "float32"}], ids="+".join)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"variables": {}},
+        {"frame": 4},
+        {"sample_shape": (6,)},
+        {"dtype": "float32"},
+        {"call": {}},
+        {"frame": 4, "dtype": "float32"},
+    ],
+    ids="+".join,
+)
 def test_nothing_that_a_stream_model_brings_is_given_beside_it(given: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="brings its own " + ", ".join(given)):
         StreamServer(shared().model, slots=2, **given)
@@ -484,11 +537,13 @@ def test_a_server_has_at_least_one_slot() -> None:
 
 
 def test_a_linen_module_with_its_variables_is_served_like_its_stream_model(
-        server: StreamServer) -> None:
+    server: StreamServer,
+) -> None:
     module, model = RecurrentMLP(), linen_model(RecurrentMLP(), (WIDTH,), frame=FRAME)
     carried = {**model.variables, "state": {"left over": np.ones(3, np.float32)}}
-    other = StreamServer(module, carried, slots=2, frame=FRAME, sample_shape=(WIDTH,),
-                         row_counts=(4,))
+    other = StreamServer(
+        module, carried, slots=2, frame=FRAME, sample_shape=(WIDTH,), row_counts=(4,)
+    )
     frames = stream(12, 3)
     assert alone(other, frames) == alone(server, frames)
 

@@ -58,8 +58,10 @@ def packed(array: Any) -> bytes:
 
 def unpacked(raw: bytes) -> dict[str, np.ndarray[Any, Any]]:
     """The outputs of a model with several, by name."""
-    return {name: np.frombuffer(part["data"], part["dtype"]).reshape(part["shape"])
-            for name, part in msgpack.unpackb(raw).items()}
+    return {
+        name: np.frombuffer(part["data"], part["dtype"]).reshape(part["shape"])
+        for name, part in msgpack.unpackb(raw).items()
+    }
 
 
 def outputs(replies: list[Reply]) -> list[bytes]:
@@ -83,8 +85,9 @@ def assert_right(model: Any, stream: Any, raws: list[bytes]) -> None:
     padded = np.concatenate([*stream, *np.ones((40 - len(stream), *SHAPE), np.float32)])
     for name, whole in direct(model, padded).items():
         whole = whole[: 4 * len(stream)]
-        np.testing.assert_allclose(np.concatenate([one[name] for one in got]), whole,
-                                   rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.concatenate([one[name] for one in got]), whole, rtol=1e-5, atol=1e-6
+        )
         assert np.abs(whole.astype(float)).max() > 0.1
 
 
@@ -112,8 +115,9 @@ class Wire:
     def open(self, session: str | None = None, token: str | None = None, *fields: str) -> str:
         session = session or self.new()
         self.opened.append(session)
-        self.control("op", "open", "session", session, "token", token or secrets.token_hex(8),
-                     *fields)
+        self.control(
+            "op", "open", "session", session, "token", token or secrets.token_hex(8), *fields
+        )
         return session
 
     def close(self, session: str) -> None:
@@ -123,22 +127,33 @@ class Wire:
         """`XADD` to `in`; returns the entry's id."""
         return self.call("XADD", self.key("in", session), entry, *fields).decode()
 
-    def push(self, session: str, stream: Any, first: int | str = 1, *, end: bool = False
-             ) -> list[str]:
+    def push(
+        self, session: str, stream: Any, first: int | str = 1, *, end: bool = False
+    ) -> list[str]:
         """Frames in order, under `first`-0 and so on, or under ids that Redis chooses (`*`)."""
         last = len(stream) - 1
-        return [self.add(session, "*" if first == "*" else f"{int(first) + k}-0",
-                         "frame", packed(frame), *(("end", "1") if end and k == last else ()))
-                for k, frame in enumerate(stream)]
+        return [
+            self.add(
+                session,
+                "*" if first == "*" else f"{int(first) + k}-0",
+                "frame",
+                packed(frame),
+                *(("end", "1") if end and k == last else ()),
+            )
+            for k, frame in enumerate(stream)
+        ]
 
     def cancel(self, session: str, entry: str) -> int:
-        return self.call("EVAL", CANCEL, 2, self.key("slot", session), self.key("in", session),
-                         entry)
+        return self.call(
+            "EVAL", CANCEL, 2, self.key("slot", session), self.key("in", session), entry
+        )
 
     def out(self, session: str) -> list[Reply]:
         """All replies that are there now."""
-        return [Reply(i.decode(), fields)
-                for i, fields in self.call("XRANGE", self.key("out", session), "-", "+")]
+        return [
+            Reply(i.decode(), fields)
+            for i, fields in self.call("XRANGE", self.key("out", session), "-", "+")
+        ]
 
     def waiting(self, session: str) -> list[str]:
         """Ids in `in` now."""
@@ -152,9 +167,16 @@ class Wire:
         """Read `count` replies after an id (`0-1` is `opened`), or all up to the last."""
         found: list[Reply] = []
         while len(found) != count:
-            answer = self.call("XREAD", "COUNT", count - len(found) if count else 100,
-                               "BLOCK", 10_000, "STREAMS",
-                               self.key("out", session), found[-1].id if found else after)
+            answer = self.call(
+                "XREAD",
+                "COUNT",
+                count - len(found) if count else 100,
+                "BLOCK",
+                10_000,
+                "STREAMS",
+                self.key("out", session),
+                found[-1].id if found else after,
+            )
             assert answer, f"no reply to {session} after {ids(found)[-3:]}; row {self.row(session)}"
             found += [Reply(i.decode(), fields) for i, fields in answer[0][1]]
             if b"end" in found[-1].fields:
@@ -172,8 +194,11 @@ class Wire:
             self.close(session)
         self.settle()
         left = set(self.opened)
-        wait_until(lambda: not {s.decode() for s in self.call("SMEMBERS", self.key("sessions"))}
-                   & left, 10, f"the sessions {left} are closed")
+        wait_until(
+            lambda: not {s.decode() for s in self.call("SMEMBERS", self.key("sessions"))} & left,
+            10,
+            f"the sessions {left} are closed",
+        )
 
 
 class Gate:
@@ -213,8 +238,9 @@ class Gate:
         with self._changed:
             self._steps = 1
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._parked and not self._steps, 20), \
+            assert self._changed.wait_for(lambda: self._parked and not self._steps, 20), (
                 f"the worker hangs: {self.worker.error}"
+            )
 
     def step_until(self, predicate: Callable[[], Any]) -> None:
         for _ in range(500):
@@ -298,8 +324,9 @@ def alone(wire: Wire, known: dict[bytes, list[bytes]]) -> Callable[[Any], list[b
 
 
 @pytest.fixture(scope="module")
-def early(url: str, streams: dict[str, Any],
-          start: Callable[..., ThreadedWorker]) -> Iterator[Wire]:
+def early(
+    url: str, streams: dict[str, Any], start: Callable[..., ThreadedWorker]
+) -> Iterator[Wire]:
     """App `early`: three sessions written to before any worker has run, then a worker."""
     wire = Wire(url, "early")
     wire.push("ahead", streams["s0"])
@@ -352,7 +379,8 @@ def test_frames_pushed_before_any_worker_runs_are_answered(early, model, streams
 
 
 def test_frames_that_wait_together_are_answered_as_if_each_session_ran_alone(
-        wire, gate, alone, model, streams):
+    wire, gate, alone, model, streams
+):
     expected = {name: alone(stream) for name, stream in streams.items()}
     with gate.held():
         sessions = {name: wire.open() for name in streams}
@@ -366,7 +394,8 @@ def test_frames_that_wait_together_are_answered_as_if_each_session_ran_alone(
 
 
 def test_a_frame_pushed_twice_under_one_id_is_refused_by_redis_and_runs_once(
-        wire, gate, alone, streams):
+    wire, gate, alone, streams
+):
     stream = streams["s2"][:6]
     session = wire.open()
     for k in range(6):
@@ -385,18 +414,30 @@ def test_a_frame_pushed_twice_under_one_id_is_refused_by_redis_and_runs_once(
     assert outputs(replies) == alone(stream)
 
 
-@pytest.mark.parametrize("entries", [
-    ["*"] * 6,
-    ["1", "9-0", "10-0", "10-9", "10-10", "11"],
-    ["1-0", f"{2**53}-0", f"{2**53 + 1}-0", f"{2**53 + 1}-{2**53}", f"{2**53 + 1}-{2**53 + 1}",
-     f"{TOP - 1}-{TOP}"],
-], ids=["chosen by redis", "of two digits", "beyond 53 bits"])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ["*"] * 6,
+        ["1", "9-0", "10-0", "10-9", "10-10", "11"],
+        [
+            "1-0",
+            f"{2**53}-0",
+            f"{2**53 + 1}-0",
+            f"{2**53 + 1}-{2**53}",
+            f"{2**53 + 1}-{2**53 + 1}",
+            f"{TOP - 1}-{TOP}",
+        ],
+    ],
+    ids=["chosen by redis", "of two digits", "beyond 53 bits"],
+)
 def test_a_reply_has_the_id_of_its_entry(wire, alone, streams, entries):
     stream = streams["s3"][:6]
     expected = alone(stream)
     session = wire.open()
-    pushed = [wire.add(session, entry, "frame", packed(frame))
-              for entry, frame in zip(entries, stream, strict=True)]
+    pushed = [
+        wire.add(session, entry, "frame", packed(frame))
+        for entry, frame in zip(entries, stream, strict=True)
+    ]
     replies = wire.read(session, 6)
     assert ids(replies) == pushed
     assert outputs(replies) == expected
@@ -429,8 +470,11 @@ def test_an_end_on_the_last_frame_rides_on_its_reply(wire, alone, streams):
     assert [b"end" in reply.fields for reply in replies] == [False] * 4 + [True]
     assert replies[-1].id == "5-0"
     assert set(replies[-1].fields) == {b"output", b"weights", b"end", b"reason", b"cancelled"}
-    assert (replies[-1].fields[b"end"], replies[-1].fields[b"reason"],
-            replies[-1].fields[b"cancelled"]) == (b"1", b"end", b"0")
+    assert (
+        replies[-1].fields[b"end"],
+        replies[-1].fields[b"reason"],
+        replies[-1].fields[b"cancelled"],
+    ) == (b"1", b"end", b"0")
     assert outputs(replies) == expected
 
 
@@ -466,8 +510,7 @@ def test_a_close_before_any_worker_runs_cancels_all_frames(early):
     assert last == ("5-1", {b"end": b"1", b"reason": b"close", b"cancelled": b"5"})
 
 
-def test_a_close_of_a_session_that_waits_for_a_full_worker_cancels_its_frames(
-        wire, alone, streams):
+def test_a_close_of_a_session_that_waits_for_a_full_worker_cancels_its_frames(wire, alone, streams):
     expected = alone(streams["s0"][:3])
     held = [wire.open() for _ in range(8)]  # all slots
     for session in held:
@@ -480,7 +523,8 @@ def test_a_close_of_a_session_that_waits_for_a_full_worker_cancels_its_frames(
     assert wire.out(late) == []
     wire.close(late)
     assert wire.read(late, after="0-0") == [
-        ("7-1", {b"end": b"1", b"reason": b"close", b"cancelled": b"7"})]
+        ("7-1", {b"end": b"1", b"reason": b"close", b"cancelled": b"7"})
+    ]
     assert wire.call("ZCARD", wire.key("waiting")) == 0
     wire.push(held[5], streams["s0"][:3])
     assert outputs(wire.read(held[5], 3)) == expected
@@ -500,8 +544,7 @@ def test_a_session_that_waits_gets_the_slot_of_one_that_ends(wire, alone, stream
 
 
 @pytest.mark.parametrize("first", [1, "*"], ids=["own ids", "ids of redis"])
-def test_a_close_of_a_live_session_answers_or_counts_every_frame(
-        wire, gate, alone, streams, first):
+def test_a_close_of_a_live_session_answers_or_counts_every_frame(wire, gate, alone, streams, first):
     stream = np.concatenate([streams["s1"], streams["s2"], streams["s3"]])
     expected = alone(stream)
     session = wire.open()
@@ -513,8 +556,7 @@ def test_a_close_of_a_live_session_answers_or_counts_every_frame(
     replies = wire.read(session)
     last = replies.pop()
     cancelled = int(last.fields[b"cancelled"])
-    assert last.fields == {b"end": b"1", b"reason": b"close",
-                           b"cancelled": str(cancelled).encode()}
+    assert last.fields == {b"end": b"1", b"reason": b"close", b"cancelled": str(cancelled).encode()}
     assert order(last.id) > order(pushed[-1])
     assert cancelled > 0
     assert len(replies) + cancelled == len(stream)
@@ -574,8 +616,7 @@ def test_a_frame_that_waits_is_cancelled_by_the_script(wire, gate, alone, stream
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 6, 9])
-def test_a_frame_the_worker_has_read_is_cancelled_by_the_script(
-        wire, gate, alone, streams, ahead):
+def test_a_frame_the_worker_has_read_is_cancelled_by_the_script(wire, gate, alone, streams, ahead):
     # The first is in flight or run, and not answered; the others are read and wait.
     stream = streams["s1"]
     session = wire.open()
@@ -639,8 +680,9 @@ def test_an_open_repeated_with_its_token_does_nothing(wire, alone, streams):
     wire.open(session, token)
     wire.open(session, "another")
     wire.settle()
-    assert {name: wire.row(session)[name] for name in ("status", "epoch", "token", "opened")} == \
-        {name: before[name] for name in ("status", "epoch", "token", "opened")}
+    assert {name: wire.row(session)[name] for name in ("status", "epoch", "token", "opened")} == {
+        name: before[name] for name in ("status", "epoch", "token", "opened")
+    }
     wire.push(session, stream[6:], first=7, end=True)
     replies = wire.read(session, after="0-0")
     assert ids(replies) == ["0-1", *(f"{k}-0" for k in range(1, 13))]
@@ -666,7 +708,8 @@ def test_an_open_with_a_new_token_after_the_end_deletes_the_old_replies(wire, al
 
 
 def test_the_opened_reply_comes_once_also_after_the_worker_was_restarted(
-        url, start, wire, alone, streams):
+    url, start, wire, alone, streams
+):
     stream = streams["s0"]
     expected = alone(stream)
     again = Wire(url, "again")
@@ -684,8 +727,10 @@ def test_the_opened_reply_comes_once_also_after_the_worker_was_restarted(
     replies += again.read(session, after="9-0")
     assert ids(replies) == [f"{k}-0" for k in range(1, 14)]
     assert outputs(replies) == expected
-    assert again.out(session)[0] == ("0-1", {b"op": b"opened",
-                                             b"worker": first.worker.config.worker.encode()})
+    assert again.out(session)[0] == (
+        "0-1",
+        {b"op": b"opened", b"worker": first.worker.config.worker.encode()},
+    )
     assert [reply.fields.get(b"op") for reply in again.out(session)[1:]] == [None] * 13
     second.drain()
     again.redis.close()
@@ -744,15 +789,25 @@ def test_a_reset_with_a_frame_acts_before_the_frame(wire, alone, streams):
     assert outputs(replies) == expected
 
 
-@pytest.mark.parametrize("entry", [
-    ("op", "reset", "frame", BAD),
-    ("frame", b"", "op", "reset"),
-    ("op", "reset", "colour", "blue"),
-    ("op", "reset", "frame", packed(np.ones(SHAPE)), "priority", "1"),
-    ("op", "fork", "target", "a/1", "frame", packed(np.ones(SHAPE))),
-    ("op", "restart", "frame", packed(np.ones(SHAPE))),
-], ids=["bad frame", "empty frame", "unknown field", "unknown field and frame", "fork",
-        "unknown op"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ("op", "reset", "frame", BAD),
+        ("frame", b"", "op", "reset"),
+        ("op", "reset", "colour", "blue"),
+        ("op", "reset", "frame", packed(np.ones(SHAPE)), "priority", "1"),
+        ("op", "fork", "target", "a/1", "frame", packed(np.ones(SHAPE))),
+        ("op", "restart", "frame", packed(np.ones(SHAPE))),
+    ],
+    ids=[
+        "bad frame",
+        "empty frame",
+        "unknown field",
+        "unknown field and frame",
+        "fork",
+        "unknown op",
+    ],
+)
 def test_an_operation_beside_what_is_bad_changes_nothing(wire, alone, streams, entry):
     expected = alone(streams["s0"][:8])
     session = wire.open()
@@ -780,8 +835,10 @@ def test_a_reset_that_ends_says_both(wire, streams):
     session = wire.open()
     wire.push(session, streams["s1"][:2])
     wire.add(session, "3-0", "op", "reset", "end", "1")
-    assert wire.read(session)[-1] == ("3-0", {b"op": b"reset", b"end": b"1", b"reason": b"end",
-                                              b"cancelled": b"0"})
+    assert wire.read(session)[-1] == (
+        "3-0",
+        {b"op": b"reset", b"end": b"1", b"reason": b"end", b"cancelled": b"0"},
+    )
 
 
 # Sessions apart
@@ -800,12 +857,16 @@ def test_sessions_whose_ids_differ_only_behind_a_slash_are_apart(wire, gate, alo
     assert len({one[0] for one in expected}) == 4
 
 
-@pytest.mark.parametrize(("when", "make"), [
-    ("before the open", ("SET", "x")),
-    ("before the open", ("HSET", "a", "b")),
-    ("later", ("SET", "x")),
-    ("later", ("RPUSH", "a", "b")),
-], ids=lambda value: value if isinstance(value, str) else value[0])
+@pytest.mark.parametrize(
+    ("when", "make"),
+    [
+        ("before the open", ("SET", "x")),
+        ("before the open", ("HSET", "a", "b")),
+        ("later", ("SET", "x")),
+        ("later", ("RPUSH", "a", "b")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
 def test_an_inbox_that_is_no_stream_harms_no_other_session(wire, alone, streams, when, make):
     expected = alone(streams["s1"])
     odd, other = wire.new(), wire.open()
@@ -837,8 +898,9 @@ def test_an_inbox_that_becomes_a_stream_again_is_served(wire, alone, streams):
     assert outputs(wire.read(session)) == expected
 
 
-@pytest.mark.parametrize("entry", [f"{TOP}-1", f"{TOP}-{TOP}", None],
-                         ids=["large id", "largest id", "no stream"])
+@pytest.mark.parametrize(
+    "entry", [f"{TOP}-1", f"{TOP}-{TOP}", None], ids=["large id", "largest id", "no stream"]
+)
 def test_replies_that_cannot_be_published_end_their_session_only(wire, alone, streams, entry):
     expected = alone(streams["s3"])
     odd, other = wire.open(), wire.open()
@@ -864,13 +926,19 @@ def test_replies_that_cannot_be_published_end_their_session_only(wire, alone, st
     # Its id can be used again.
     wire.push(odd, streams["s3"])
     wire.open(odd)
-    wait_until(lambda: wire.redis.type(wire.key("out", odd)) == b"stream"
-               and ids(wire.out(odd))[:1] == ["0-1"], 10, "the session is open again")
+    wait_until(
+        lambda: (
+            wire.redis.type(wire.key("out", odd)) == b"stream" and ids(wire.out(odd))[:1] == ["0-1"]
+        ),
+        10,
+        "the session is open again",
+    )
     assert outputs(wire.read(odd, 12)) == expected
 
 
-@pytest.mark.parametrize("make", [("XADD", f"{TOP}-{TOP}", "a", "b"), ("SET", "x")],
-                         ids=["largest id", "no stream"])
+@pytest.mark.parametrize(
+    "make", [("XADD", f"{TOP}-{TOP}", "a", "b"), ("SET", "x")], ids=["largest id", "no stream"]
+)
 def test_an_outbox_left_by_somebody_is_deleted_by_the_open(wire, alone, streams, make):
     expected = alone(streams["s0"][:4])
     session = wire.new()
@@ -950,7 +1018,8 @@ def test_without_wait_an_open_session_keeps_the_newest_replies(wire, streams):
 
 
 def test_after_a_checkpoint_the_row_says_so_and_the_inbox_is_trimmed_exactly(
-        wire, gate, alone, streams):
+    wire, gate, alone, streams
+):
     """Also at every moment before: row, `in` and `out` agree with one another."""
     stream = np.stack([np.ones(SHAPE, np.float32) * np.sin(k + 1) for k in range(3)])
     expected = alone(streams["s0"][:3]) + alone(stream) + alone(streams["s1"][:8])
