@@ -258,7 +258,7 @@ def deadly() -> StreamModel:
         dead = jax.lax.cond(
             jnp.any(frames > 1e6),
             lambda x: io_callback(die, shape, x),
-            lambda x: jnp.zeros((), np.int32),
+            lambda _x: jnp.zeros((), np.int32),
             jnp.zeros((), np.int32),
         )
         outputs, after = calm.apply(variables, state, frames)

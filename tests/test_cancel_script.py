@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import redis
-from slotstream.link import Link
 
+from slotstream.link import Link
 from slotstream.names import Keys
 
 PRODUCER = Path(__file__).resolve().parent.parent / "producer"
