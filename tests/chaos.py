@@ -2,6 +2,7 @@
 
     make chaos                                       about ten minutes
     python tests/chaos.py --seed 7 --faults 200      one seed, again and alone
+    python tests/chaos.py --cluster                  on three nodes, one of them failed over
 
 Every reply is compared, bit for bit, with an undisturbed computation of its stream.
 """
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cluster import Cluster
 from slotstream import Client, Reply
 from slotstream.embedded import EmbeddedRedis
 
@@ -67,8 +69,9 @@ class Seen:
 class Workers:
     """Worker processes, ended by their pids only."""
 
-    def __init__(self, url: str, folder: Path, sessions: int) -> None:
+    def __init__(self, url: str, folder: Path, sessions: int, partitions: int) -> None:
         self.url, self.folder, self.sessions = url, folder, sessions
+        self.partitions = partitions
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.logs: dict[int, Path] = {}
 
@@ -78,6 +81,7 @@ class Workers:
             *(sys.executable, "-m", "slotstream.cli", "worker", "--redis", self.url),
             *("--app", APP, "--model", "serving_models:served", "--row-counts", str(ROW_COUNT)),
             *("--slots", "64", "--max-sessions", str(self.sessions), "--lease", str(LEASE_S)),
+            *("--partition-count", str(self.partitions)),
             *("--sweep", "1", "--checkpoint-interval", "0.5", "--rebalance"),
             *("--compile-cache", str(self.folder / "compiled"), "--max-attempts", "8"),
         ]
@@ -139,8 +143,20 @@ class Outcome:
 class Chaos:
     """One run of one seed."""
 
-    def __init__(self, seed: int, *, sessions: int, rate_hz: float, workers: int = 3) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        sessions: int,
+        rate_hz: float,
+        workers: int = 3,
+        cluster: bool = False,
+    ) -> None:
         self.seed, self.sessions, self.rate_hz, self.target = seed, sessions, rate_hz, workers
+        # On a cluster each primary has a replica that keeps up, or it refuses writes.
+        self.cluster = (
+            Cluster(replicas=True, options={"min-replicas-to-write": 1}) if cluster else None
+        )
         self.rng = random.Random(seed)
         self.seen = Seen()
         self.faults: Counter[str] = Counter()
@@ -152,8 +168,12 @@ class Chaos:
         started = time.monotonic()
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-            self.redis = stack.enter_context(EmbeddedRedis(append_only=True))
-            self.workers = Workers(self.redis.url, folder, self.sessions)
+            if self.cluster:
+                self.url = stack.enter_context(self.cluster).url
+            else:
+                self.redis = stack.enter_context(EmbeddedRedis(append_only=True))
+                self.url = self.redis.url
+            self.workers = Workers(self.url, folder, self.sessions, 16 if self.cluster else 1)
             stack.callback(self.workers.stop)
             for _ in range(self.target):
                 self.workers.start()
@@ -165,6 +185,9 @@ class Chaos:
             for number in range(faults):
                 if time.monotonic() - started > limit_s:
                     break
+                if self.cluster and number == faults // 2:
+                    self._fail_over()
+                    self.faults["a primary failed over"] += 1
                 kind = self._fault()
                 self.faults[kind] += 1
                 say(kind, number + 1)
@@ -184,7 +207,7 @@ class Chaos:
             self.seen.times.setdefault(session, []).append(time.monotonic())
 
         names = [f"robot-{k:03}" for k in range(self.sessions)]
-        with Client(self.redis.url, APP, window=32, patience_s=60) as client:
+        with Client(self.url, APP, window=32, patience_s=60) as client:
             results.update(
                 client.run(
                     {name: self._frames(k, name) for k, name in enumerate(names)},
@@ -210,7 +233,14 @@ class Chaos:
             "SIGTERM and restart": self._sigterm, "Redis restarted": self._restart_redis,
             "connections killed": self._cut, "a worker joins": self._join,
         }  # fmt: skip
-        weights = [6, 3, 4, 2, 4, 1 if len(self.workers.running) <= self.target else 0]
+        weights = [
+            6,
+            3,
+            4,
+            0 if self.cluster else 2,
+            4,
+            1 if len(self.workers.running) <= self.target else 0,
+        ]
         kind = self.rng.choices(list(kinds), weights)[0]
         # Somebody must be left to take over: wait for who is starting.
         with contextlib.suppress(AssertionError):
@@ -228,14 +258,15 @@ class Chaos:
 
     def _owned_by(self, pid: int) -> list[str]:
         """Sessions that the process owns, by its lease's value."""
-        with Client(self.redis.url, APP, patience_s=20) as client:
-            (keys,) = client.app.partitions()
-            for raw in client.link.call("SMEMBERS", keys.workers):
-                lease = client.link.call("GET", keys.lease(raw.decode()))
-                if lease and lease.split()[-1] == str(pid).encode():
-                    owned = client.link.call("SMEMBERS", keys.owned(raw.decode()))
-                    return [name.decode() for name in owned]
-        return []
+        with Client(self.url, APP, patience_s=20) as client:
+            found = []
+            for keys in client.app.partitions():
+                for raw in client.link.call("SMEMBERS", keys.workers):
+                    lease = client.link.call("GET", keys.lease(raw.decode()))
+                    if lease and lease.split()[-1] == str(pid).encode():
+                        owned = client.link.call("SMEMBERS", keys.owned(raw.decode()))
+                        found += [name.decode() for name in owned]
+        return found
 
     def _sigkill(self) -> None:
         pid = self._pick()
@@ -261,9 +292,22 @@ class Chaos:
         self.redis.start()
 
     def _cut(self) -> None:
-        with Client(self.redis.url, APP, patience_s=20) as client:
-            for kind in self.rng.sample(["normal", "pubsub"], self.rng.randint(1, 2)):
-                client.link.call("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes", key="")
+        kinds = self.rng.sample(["normal", "pubsub"], self.rng.randint(1, 2))
+        for kind in kinds:
+            command = ("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+            if self.cluster:
+                for server in self.cluster.primaries:
+                    server.call(*command)
+            else:
+                with Client(self.url, APP, patience_s=20) as client:
+                    client.link.call(*command, key="")
+
+    def _fail_over(self) -> None:
+        """Kill a primary whose replica has all that was acknowledged; it comes back as replica."""
+        assert self.cluster
+        victim = self.rng.choice(self.cluster.primaries)
+        self.cluster.fail_over(victim, settled=True)
+        victim.start()
 
     def _join(self) -> None:
         self.workers.start()
@@ -368,8 +412,16 @@ def _quantile(values: list[float], q: int) -> str:
 @click.option("--faults", default=200, show_default=True, help="Faults a seed.")
 @click.option("--sessions", default=200, show_default=True)
 @click.option("--rate", "rate_hz", default=1.5, show_default=True, help="Frames a second each.")
+@click.option("--cluster", is_flag=True, help="On a cluster of three primaries and replicas.")
 @click.option("--minutes", default=9.5, show_default=True, help="No more faults after these.")
-def main(seed: tuple[int, ...], faults: int, sessions: int, rate_hz: float, minutes: float) -> None:
+def main(
+    seed: tuple[int, ...],
+    faults: int,
+    sessions: int,
+    rate_hz: float,
+    cluster: bool,
+    minutes: float,
+) -> None:
     """Run chaos, print a table, and exit with 0 when nothing was lost, twice, or different."""
     console, outcomes = Console(), []
     with Progress(
@@ -387,7 +439,7 @@ def main(seed: tuple[int, ...], faults: int, sessions: int, rate_hz: float, minu
                 bar.update(task, completed=number, description=kind)
 
             outcomes.append(
-                Chaos(one, sessions=sessions, rate_hz=rate_hz).run(
+                Chaos(one, sessions=sessions, rate_hz=rate_hz, cluster=cluster).run(
                     faults, 60 * minutes / len(seed or (1,)), say
                 )
             )
