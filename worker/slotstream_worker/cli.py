@@ -6,9 +6,7 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -16,66 +14,20 @@ from rich.markup import escape
 
 from slotstream.options import app_option, redis_option
 from slotstream_worker.config import WorkerConfig
+from slotstream_worker.settings import Counts, Ranges, option
 
 _DEFAULTS = WorkerConfig(nonce="0")
 
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-
-
-def _option(name: str, **kwargs: Any) -> Decorator:
-    env = "SLOTSTREAM_" + name.removeprefix("--").upper().replace("-", "_")
-    made: Decorator = click.option(name, envvar=env, show_envvar=True, show_default=True, **kwargs)
-    return made
-
-
-model_option = _option(
+model_option = option(
     "--model",
     default="slotstream_worker.demo.serving:model",
     help="MODULE:ATTRIBUTE, a callable without arguments that returns a "
     "StreamModel; the demo's model by default.",
 )
-slots_option = _option(
+slots_option = option(
     "--slots", default=_DEFAULTS.slots, type=click.IntRange(1), help="Sessions held at a time."
 )
-
-
-class _Counts(click.ParamType):  # type: ignore[type-arg]
-    name = "N,N,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            counts = tuple(sorted({int(part) for part in value.split(",")}))
-        except ValueError:
-            self.fail(
-                f"row counts are whole numbers with commas between, got {value!r}", param, ctx
-            )
-        if counts[0] < 1:
-            self.fail(f"row counts are 1 or more, got {value!r}", param, ctx)
-        return counts
-
-
-class _Ranges(click.ParamType):  # type: ignore[type-arg]
-    name = "A-B,C,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> frozenset[int]:
-        if isinstance(value, frozenset):
-            return value
-        found: set[int] = set()
-        for part in value.split(","):
-            first, _, last = part.partition("-")
-            if not first.isdigit() or (last and not last.isdigit()):
-                self.fail(
-                    f"partitions are numbers and ranges, as in 0-3,7; got {value!r}", param, ctx
-                )
-            found.update(range(int(first), int(last or first) + 1))
-        return frozenset(found)
 
 
 @click.command()
@@ -83,119 +35,119 @@ class _Ranges(click.ParamType):  # type: ignore[type-arg]
 @app_option
 @model_option
 @slots_option
-@_option(
+@option(
     "--name",
     default="",
     help="Identity that a restart keeps: its next process takes its "
     "sessions back at once. One worker a name.",
 )
-@_option(
+@option(
     "--max-sessions",
     default=0,
     type=click.IntRange(0),
     help="Sessions held at a time; those beyond the slots wait in host memory, the least recently "
     "used first. 0 for four times the slots.",
 )
-@_option(
+@option(
     "--idle-timeout",
     default=_DEFAULTS.idle_timeout_s,
     type=float,
     help="Seconds without frames after which a session is closed; 0 for never.",
 )
-@_option(
+@option(
     "--max-attempts",
     default=_DEFAULTS.max_attempts,
     type=int,
     help="Times a session may see its worker die before it is set aside.",
 )
-@_option("--rebalance", is_flag=True, help="Hand sessions on to workers that hold fewer.")
-@_option(
+@option("--rebalance", is_flag=True, help="Hand sessions on to workers that hold fewer.")
+@option(
     "--partitions",
-    type=_Ranges(),
+    type=Ranges(),
     default=None,
     help="Serve these partitions only, as in 0-3,7; all of them by default.",
 )
-@_option(
+@option(
     "--partition-count",
     default=0,
     type=click.IntRange(0),
     help="Partitions of the app, chosen by its first worker (16 or more for a cluster; 1 unless "
     "it is said).",
 )
-@_option(
+@option(
     "--checkpoint-interval",
     default=_DEFAULTS.checkpoint_interval_s,
     type=float,
     help="Seconds between checkpoints of a session that moves.",
 )
-@_option(
+@option(
     "--checkpoint-bytes",
     default=_DEFAULTS.checkpoint_bytes_per_s,
     type=float,
     help="Bytes of state a second that checkpoints write at most.",
 )
-@_option(
+@option(
     "--lease",
     default=_DEFAULTS.lease_s,
     type=float,
     help="Seconds without a sign after which the worker counts as dead.",
 )
-@_option(
+@option(
     "--sweep",
     default=_DEFAULTS.sweep_s,
     type=float,
     help="Seconds between full comparisons with what Redis holds.",
 )
-@_option(
+@option(
     "--reply-retention",
     default=_DEFAULTS.reply_retention,
     type=int,
     help="Replies an open session keeps.",
 )
-@_option(
+@option(
     "--reply-ttl",
     default=_DEFAULTS.reply_ttl_s,
     type=float,
     help="Seconds that the replies of a closed session stay.",
 )
-@_option(
+@option(
     "--max-frame-bytes",
     default=_DEFAULTS.max_frame_bytes,
     type=int,
     help="The largest encoded frame taken.",
 )
-@_option(
+@option(
     "--read-ahead",
     default=_DEFAULTS.read_ahead,
     type=int,
     help="Entries read of a session at a time.",
 )
-@_option("--finite", is_flag=True, help="Refuse frames with NaN or infinities.")
-@_option(
+@option("--finite", is_flag=True, help="Refuse frames with NaN or infinities.")
+@option(
     "--allow-inexact",
     is_flag=True,
     help="Serve though this device's bits differ from the app's other workers'.",
 )
-@_option(
+@option(
     "--allow-eviction",
     default="",
     metavar="POLICY",
     help="Serve though Redis has this maxmemory-policy, which may delete sessions.",
 )
-@_option(
+@option(
     "--row-counts",
-    type=_Counts(),
+    type=Counts(),
     default=None,
     help="Rows a launch, instead of those a measurement chooses.",
 )
-@_option(
+@option(
     "--compile-cache",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
     help="Folder that keeps compiled programs from one start to the next.",
 )
-@_option("--metrics-port", default=0, help="Serve Prometheus metrics on this port; 0 for none.")
-@_option(
+@option("--metrics-port", default=0, help="Serve Prometheus metrics on this port; 0 for none.")
+@option(
     "--log-level",
     default="info",
     type=click.Choice(["debug", "info", "warning", "error"]),
@@ -312,7 +264,7 @@ def run_worker(config: WorkerConfig, target: str) -> None:
 @click.command()
 @click.argument("model", default="slotstream_worker.demo.serving:model")
 @slots_option
-@_option("--row-counts", type=_Counts(), default=None, help="Measure these row counts only.")
+@option("--row-counts", type=Counts(), default=None, help="Measure these row counts only.")
 def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
     """Say whether a model can be served, and how it would be.
 
@@ -335,7 +287,7 @@ def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
 @click.command()
 @redis_option
 @app_option
-@_option("--name", default="", help="Ask for this worker only.")
+@option("--name", default="", help="Ask for this worker only.")
 @click.option("--here", is_flag=True, help="Ask for workers on this host only.")
 def health(url: str, app: str, name: str, here: bool) -> None:
     """Exit with 0 while a worker of the app is alive, that is, its loop makes progress."""

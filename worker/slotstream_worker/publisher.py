@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from slotstream.ids import EntryId
 from slotstream_worker.config import WorkerConfig
-from slotstream_worker.host import Host, Hosted
+from slotstream_worker.host import Host
+from slotstream_worker.hosted import Hosted
 from slotstream_worker.metrics import Metrics
 from slotstream_worker.store.partition import Partition
 from slotstream_worker.store.table import Checkpoint, Commit

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 
 from slotstream_worker.config import WorkerConfig
-from slotstream_worker.host import Host, Hosted
+from slotstream_worker.host import Host
+from slotstream_worker.hosted import Hosted
 from slotstream_worker.metrics import Metrics
 from slotstream_worker.outage import Outage
 from slotstream_worker.publisher import Publisher
