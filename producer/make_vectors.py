@@ -309,6 +309,9 @@ def errors() -> list[Item]:
         "no_frame",
         "unknown_op",
         "launch_failed",
+        "bad_end",
+        "quarantined",
+        "forgotten",
     ]
     return [
         {

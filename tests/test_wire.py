@@ -923,7 +923,8 @@ def test_replies_that_cannot_be_published_end_their_session_only(wire, alone, st
         last = wire.out(odd)[-1]
         assert last.id == f"{TOP}-2"
         assert last.fields[b"reason"] == b"reply_conflict"
-    # Its id can be used again.
+    # Its id can be used again, once its streams are deleted.
+    wire.call("DEL", wire.key("in", odd), wire.key("out", odd))
     wire.push(odd, streams["s3"])
     wire.open(odd)
     wait_until(
