@@ -282,8 +282,11 @@ class Chaos:
         self.workers.kill(pid, signal.SIGCONT)
 
     def _sigterm(self) -> None:
-        if self.workers.kill(self._pick(), signal.SIGTERM) not in (0, -signal.SIGTERM):
-            raise AssertionError(f"seed {self.seed}: a drained worker left with an error")
+        pid = self._pick()
+        status = self.workers.kill(pid, signal.SIGTERM)
+        if status not in (0, -signal.SIGTERM):
+            log = self.workers.logs[pid].read_text()[-1500:]
+            raise AssertionError(f"seed {self.seed}: a drained worker left with {status}:\n{log}")
         self.workers.start()
 
     def _restart_redis(self) -> None:
