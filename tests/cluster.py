@@ -28,6 +28,12 @@ DOWN_AFTER_MS = 600
 SERVICE = "streams"
 
 
+def server_version() -> tuple[int, ...]:
+    """Version of the redis-server that is found here; a bare machine has only the embedded 6.2."""
+    text = subprocess.run([find_server(), "--version"], capture_output=True, text=True, check=True)
+    return tuple(int(n) for n in text.stdout.split("v=")[1].split()[0].split("."))
+
+
 def until(predicate: Callable[[], Any], timeout_s: float, what: str) -> Any:
     """Poll until `predicate` gives something true; a server that is not up yet counts as no."""
     deadline = time.monotonic() + timeout_s
