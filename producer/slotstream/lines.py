@@ -97,6 +97,8 @@ class Line:
 
     def readable(self, timeout_s: float) -> bool:
         """Whether an answer or a message can be read within `timeout_s`."""
+        if self._broken:  # the library would quietly connect again, untracked
+            raise redis.ConnectionError("this connection has been broken; open a new one")
         return bool(self._connection.can_read(timeout_s))
 
     def close(self) -> None:
