@@ -235,7 +235,7 @@ def run_worker(config: WorkerConfig, target: str) -> None:
     from slotstream_worker.engine.errors import CannotStream
     from slotstream_worker.loading import BadTarget, load
     from slotstream_worker.store.appconfig import Disagreement
-    from slotstream_worker.worker import Displaced, Worker
+    from slotstream_worker.worker import Displaced, NotHandedBack, Worker
 
     set_up(config.compile_cache)
     try:
@@ -256,7 +256,7 @@ def run_worker(config: WorkerConfig, target: str) -> None:
                 "serving, in launches of %s rows", ", ".join(map(str, worker.engine.row_counts))
             ),
         )
-    except (BadTarget, CannotStream, Disagreement, Displaced) as error:
+    except (BadTarget, CannotStream, Disagreement, Displaced, NotHandedBack) as error:
         log.error("%s", error)
         sys.exit(1)
 

@@ -34,12 +34,16 @@ from slotstream_worker.store.appconfig import AppConfig
 from slotstream_worker.store.lease import Lease
 from slotstream_worker.store.partition import Partition
 
-__all__ = ["Displaced", "Worker"]
+__all__ = ["Displaced", "NotHandedBack", "Worker"]
 
 log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 0.25
 """Signals are looked at between turns, so no sleep is longer."""
+
+
+class NotHandedBack(RuntimeError):
+    """A drain gave up: Redis could not be reached for a whole lease."""
 
 
 class Worker:
@@ -134,18 +138,22 @@ class Worker:
     def drain(self) -> None:
         """Claim no more, finish the round, checkpoint, hand every session back, end the lease.
 
-        Raises where a partition cannot be reached for longer than a lease: its sessions are then
-        taken by others.
+        Raises:
+            NotHandedBack: a partition could not be reached for a whole lease of the drain; its
+                sessions are then taken by others.
         """
         self.collect()
+        began = time.monotonic()
         for act in (Shard.hand_back, Shard.leave):
             waiting = list(self.shards)
             while waiting:
                 waiting = [s for s in waiting if not self._guarded(s, act)]
-                if any(s.outage.lasts_s > self.config.lease_s for s in waiting):
-                    raise ConnectionError(
-                        f"{len(self.host)} sessions could not be handed back: Redis cannot be "
-                        "reached; they are taken when the lease has ended"
+                # An outage may be old when the drain begins: what counts is how long it tried.
+                tried_s = time.monotonic() - began
+                if any(min(s.outage.lasts_s, tried_s) > self.config.lease_s for s in waiting):
+                    raise NotHandedBack(
+                        f"{len(self.host)} sessions could not be handed back: Redis could not be "
+                        f"reached for {tried_s:.1f} s; they are taken when the lease has ended"
                     )
                 time.sleep(min((s.outage.wait_s for s in waiting), default=0.0))
             if act is Shard.hand_back and self.lease:

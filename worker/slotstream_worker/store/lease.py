@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from slotstream.endpoint import Endpoint
+from slotstream.endpoint import CONNECT_TIMEOUT_S, Endpoint
 from slotstream.lines import Line
 from slotstream.names import Keys
 
@@ -61,8 +61,14 @@ class Lease:
     def stop(self) -> None:
         """Renew no more; the lease runs out by itself unless it is deleted."""
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            return
+        self._thread.join(timeout=1.0)
+        # It may wait for a Redis that is silent: a closed line ends that, and a thread that were
+        # left behind could still write to the log while the interpreter goes.
+        for line in list(self._lines.values()):
+            line.close()
+        self._thread.join(timeout=CONNECT_TIMEOUT_S)
 
     def _renew(self, keys: Keys) -> None:
         line = self._lines.get(keys.partition)
@@ -103,7 +109,7 @@ class Lease:
             self._renew(keys)
             self._failing.discard(keys.partition)
         except (RedisError, OSError) as error:
-            if keys.partition not in self._failing:
+            if keys.partition not in self._failing and not self._stop.is_set():
                 log.warning("partition %d: the lease cannot be renewed: %s", keys.partition, error)
             self._failing.add(keys.partition)
             if line := self._lines.pop(keys.partition, None):
