@@ -99,19 +99,34 @@ class Engine:
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
-        begins = [k for k, s in enumerate(sessions) if s in from_rest or not self.pool.has_state(s)]
-        beginning = set(begins)
-        continues = [k for k in range(len(sessions)) if k not in beginning]
+        has_state = self.pool.all_have_state(sessions)
+        if from_rest:
+            has_state &= np.array([session not in from_rest for session in sessions], bool)
         launches = []
-        for group, has_state in ((begins, False), (continues, True)):
-            start = 0
-            for count in self._cover.split(len(group)):
-                part = group[start : start + count]
-                plan = self.pool.plan([sessions[k] for k in part], rows=count)
-                plan.has_state[:] = has_state
-                launches.append(self.launcher.launch(self.pool, plan, _block(frames, part, count)))
-                start += count
+        if has_state.all() or not has_state.any():
+            self._launch(launches, list(sessions), frames, bool(has_state.all()))
+        else:
+            for state in (False, True):
+                part = np.flatnonzero(has_state == state)
+                self._launch(launches, [sessions[k] for k in part], frames[part], state)
         return Flight(tuple(launches))
+
+    def _launch(
+        self,
+        launches: list[Launched],
+        sessions: list[Session],
+        frames: np.ndarray[Any, Any],
+        has_state: bool,
+    ) -> None:
+        """Launch rows that are all at rest, or all hold state."""
+        start = 0
+        for count in self._cover.split(len(sessions)) if self._cover else ():
+            part = sessions[start : start + count]
+            plan = self.pool.plan(part, rows=count)
+            plan.has_state[:] = has_state
+            block = _block(frames[start : start + count], count)
+            launches.append(self.launcher.launch(self.pool, plan, block))
+            start += count
 
     def finish(self, flight: Flight) -> list[Ran]:
         """Wait for the round, then commit all of its rows; the outputs, launch by launch.
@@ -154,10 +169,10 @@ class Engine:
                 yield from self.isolate(sessions[part], frames[part], from_rest=from_rest)
 
 
-def _block(frames: np.ndarray[Any, Any], part: Sequence[int], count: int) -> np.ndarray[Any, Any]:
+def _block(frames: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
     """Frames of the launch's rows, padded with zeros to its row count."""
-    if len(part) == count == len(frames) and part[0] == 0 and part[-1] == count - 1:
+    if len(frames) == count:
         return frames
     block = np.zeros((count, *frames.shape[1:]), frames.dtype)
-    block[: len(part)] = frames[part]
+    block[: len(frames)] = frames
     return block

@@ -35,30 +35,18 @@ _SIZES = (1, 16, 128)
 """Rows a bookkeeping call (read, write, zero, copy) takes at once, padded with the sink."""
 
 
-@dataclass(slots=True)
-class Slot:
-    """Where a session's row is.
-
-    `has_state` is False until a frame has run (the row is at rest). `generation` counts the
-    changes that no plan made (fork, reset, write), so that an older plan is spotted.
-    """
-
-    index: int
-    has_state: bool = False
-    generation: int = 0
-
-
 @dataclass(frozen=True)
 class Plan:
     """Addressing of one launch: which slot each of its rows reads and writes.
 
-    `slot_indices` is int32 `[rows]` (the sink beyond `num_rows`), `has_state` bool `[rows]`.
+    `slot_indices` is int32 `[rows]` (the sink beyond `num_rows`), `has_state` bool `[rows]`,
+    `generations` int64 `[num_rows]`: those of the slots when the plan was made.
     """
 
     sessions: tuple[Session, ...]
     slot_indices: NDArray[np.int32]
     has_state: NDArray[np.bool_]
-    generations: tuple[int, ...]
+    generations: NDArray[np.int64]
 
     @property
     def num_rows(self) -> int:
@@ -85,9 +73,13 @@ class Pool:
             raise ValueError(f"a pool has at least one slot, got {slots}")
         self.spec, self.slots, self.sink = spec, slots, slots
         self.arrays: Rows = spec.zeros(slots + 1)
-        self._held: dict[Session, Slot] = {}
+        self._held: dict[Session, int] = {}
         self._free = deque(range(slots))
-        self._generation = 0
+        # By slot, the sink's last, so that a whole round is looked up at once. `_has_state` is
+        # False until a frame has run (the row is at rest). `_generations` counts the changes
+        # that no plan made (admit, release, fork, reset, write), so that an older plan is spotted.
+        self._has_state = np.zeros(slots + 1, bool)
+        self._generations = np.zeros(slots + 1, np.int64)
 
     # What is held
 
@@ -104,12 +96,12 @@ class Pool:
     @property
     def sessions(self) -> Mapping[Session, int]:
         """Slot of every session held."""
-        return {session: slot.index for session, slot in self._held.items()}
+        return dict(self._held)
 
     @property
     def fresh(self) -> set[int]:
         """Slots whose session is at rest: no frame has run since it was admitted or reset."""
-        return {slot.index for slot in self._held.values() if not slot.has_state}
+        return {slot for slot in self._held.values() if not self._has_state[slot]}
 
     @property
     def state(self) -> Tree:
@@ -134,7 +126,11 @@ class Pool:
 
     def has_state(self, session: Session) -> bool:
         """Whether the session has left rest."""
-        return self._held[session].has_state
+        return bool(self._has_state[self._held[session]])
+
+    def all_have_state(self, sessions: Sequence[Session]) -> NDArray[np.bool_]:
+        """Which of the sessions have left rest, bool `[sessions]`."""
+        return self._has_state[self._slots_of(sessions)]
 
     # Slots
 
@@ -147,7 +143,9 @@ class Pool:
         if len(new) > len(self._free):
             return Admission((), len(new) - len(self._free))
         for session in new:
-            self._held[session] = Slot(self._free.popleft(), generation=self._next_generation())
+            slot = self._held[session] = self._free.popleft()
+            self._has_state[slot] = False
+            self._generations[slot] += 1
         return Admission(tuple(new))
 
     def rollback_admit(self, admission: Admission) -> None:
@@ -156,15 +154,18 @@ class Pool:
 
     def release(self, sessions: Iterable[Session]) -> None:
         """Free the sessions' slots and zero their rows; a session not held is passed over."""
-        slots = [self._held.pop(session).index for session in sessions if session in self._held]
+        slots = [self._held.pop(session) for session in sessions if session in self._held]
         self._zero(slots)
+        self._has_state[slots] = False
+        self._generations[slots] += 1
         self._free.extend(slots)
 
     def reset(self, session: Session) -> None:
         """Back to rest, zeroed, the slot kept."""
         slot = self._held[session]
-        self._zero([slot.index])
-        slot.has_state, slot.generation = False, self._next_generation()
+        self._zero([slot])
+        self._has_state[slot] = False
+        self._generations[slot] += 1
 
     def fork(self, source: Session, target: Session) -> None:
         """Copy `source`'s row onto `target`'s; a copy, since rows change in place.
@@ -175,11 +176,12 @@ class Pool:
         if not self.admit([source], [target]):
             raise PoolFull(f"all {self.slots} slots hold sessions; none is free for {target!r}")
         a, b = self._held[source], self._held[target]
-        for size, part in _chunks([(a.index, b.index)]):
+        for size, part in _chunks([(a, b)]):
             pairs = np.full((2, size), self.sink, np.int32)
             pairs[:, : len(part)] = np.transpose(part)
             self.arrays = _copy(self.arrays, pairs[0], pairs[1])
-        b.has_state, b.generation = a.has_state, self._next_generation()
+        self._has_state[b] = self._has_state[a]
+        self._generations[b] += 1
 
     # Rounds
 
@@ -197,26 +199,24 @@ class Pool:
                 f"a launch of {rows} rows takes at most so many sessions, each once; "
                 f"got {len(sessions)}"
             )
+        count = len(sessions)
+        slots = self._slots_of(sessions)
         indices = np.full(rows, self.sink, np.int32)
+        indices[:count] = slots
         has_state = np.zeros(rows, bool)
-        coming = {session for plan in ahead for session in plan.sessions}
-        held = [self._held[session] for session in sessions]
-        indices[: len(held)] = [slot.index for slot in held]
-        has_state[: len(held)] = [
-            slot.has_state or session in coming
-            for session, slot in zip(sessions, held, strict=True)
-        ]
-        return Plan(tuple(sessions), indices, has_state, tuple(s.generation for s in held))
+        has_state[:count] = self._has_state[slots]
+        if coming := {session for plan in ahead for session in plan.sessions}:
+            has_state[:count] |= np.fromiter((s in coming for s in sessions), bool, count)
+        return Plan(tuple(sessions), indices, has_state, self._generations[slots])
 
     def check(self, plan: Plan) -> None:
         """Raise `StalePlan` where a row the plan names is not what it was planned on."""
-        for k, session in enumerate(plan.sessions):
-            slot = self._held.get(session)
-            if slot is None or slot.generation != plan.generations[k]:
-                raise StalePlan(
-                    f"session {session!r} was released, reset, forked onto or written "
-                    "after the plan was made; plan again"
-                )
+        if (stale := self._stale(plan)).any():
+            session = plan.sessions[int(stale.argmax())]
+            raise StalePlan(
+                f"session {session!r} was released, reset, forked onto or written "
+                "after the plan was made; plan again"
+            )
 
     def commit(self, results: Iterable[tuple[Plan, Rows]]) -> None:
         """Write each plan's new rows (`[rows, ...]` a leaf); the rows now hold state.
@@ -224,14 +224,23 @@ class Pool:
         A row whose session was released, reset, written or forked onto since goes to the sink.
         """
         for plan, rows in results:
-            target = plan.slot_indices.copy()
-            for k, session in enumerate(plan.sessions):
-                slot = self._held.get(session)
-                if slot is None or slot.generation != plan.generations[k]:
-                    target[k] = self.sink
-                else:
-                    slot.has_state = True
+            slots, stale = plan.slot_indices[: plan.num_rows], self._stale(plan)
+            target = plan.slot_indices
+            if stale.any():
+                target = target.copy()
+                target[: plan.num_rows][stale] = self.sink
+                slots = slots[~stale]
+            self._has_state[slots] = True
             self.arrays = _scatter(self.arrays, target, rows)
+
+    def _stale(self, plan: Plan) -> NDArray[np.bool_]:
+        """Rows of a plan whose slot has been given up or changed since it was made."""
+        now = self._generations[plan.slot_indices[: plan.num_rows]]
+        stale: NDArray[np.bool_] = now != plan.generations
+        return stale
+
+    def _slots_of(self, sessions: Sequence[Session]) -> NDArray[np.int32]:
+        return np.fromiter(map(self._held.__getitem__, sessions), np.int32, len(sessions))
 
     # Rows in and out
 
@@ -242,10 +251,10 @@ class Pool:
     def start_read(self, sessions: Sequence[Session]) -> list[tuple[list[bool], Rows]]:
         """Begin a read; the rows are those of now, whatever is committed before `fetch`."""
         parts = []
-        for size, part in _chunks([self._held[s] for s in sessions]):
+        for size, part in _chunks(self._slots_of(sessions)):
             indices = np.full(size, self.sink, np.int32)
-            indices[: len(part)] = [slot.index for slot in part]
-            parts.append(([slot.has_state for slot in part], _gather(self.arrays, indices)))
+            indices[: len(part)] = part
+            parts.append((self._has_state[part].tolist(), _gather(self.arrays, indices)))
         return parts
 
     def fetch(self, reading: list[tuple[list[bool], Rows]]) -> list[bytes]:
@@ -266,7 +275,7 @@ class Pool:
         full = {session: raw for session, raw in rows.items() if raw}
         values = self.spec.unpack(list(full.values()))
         start = 0
-        for size, part in _chunks([self._held[s].index for s in full]):
+        for size, part in _chunks([self._held[s] for s in full]):
             indices = np.full(size, self.sink, np.int32)
             indices[: len(part)] = part
             padded = []
@@ -277,10 +286,11 @@ class Pool:
             self.arrays = _scatter(self.arrays, indices, padded)
             start += len(part)
         # A slot that has not left rest is zero already.
-        self._zero([self._held[s].index for s in rows if s not in full and self._held[s].has_state])
+        self._zero([self._held[s] for s in rows if s not in full and self.has_state(s)])
         for session in rows:
             slot = self._held[session]
-            slot.has_state, slot.generation = session in full, self._next_generation()
+            self._has_state[slot] = session in full
+            self._generations[slot] += 1
 
     def warm(self) -> None:
         """Compile the bookkeeping calls, on the sink alone."""
@@ -296,13 +306,8 @@ class Pool:
             indices[: len(part)] = part
             self.arrays = _zeroed(self.arrays, indices)
 
-    def _next_generation(self) -> int:
-        # Counted over the whole pool: a slot's next holder never repeats an old generation.
-        self._generation += 1
-        return self._generation
 
-
-def _chunks(items: Sequence[Any]) -> Iterable[tuple[int, Sequence[Any]]]:
+def _chunks(items: Any) -> Iterable[tuple[int, Any]]:
     """`items` in parts, each with the fixed size it is padded to."""
     start = 0
     while start < len(items):

@@ -159,7 +159,8 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
             # A plan of the probe's own: it seats rows where a pool would not.
             indices = np.full(count, pool.sink, np.int32)
             indices[seat] = [pool.sessions[k] for k in group]
-            plan = Plan(tuple(range(count)), indices, np.full(count, pool.has_state(group[0])), ())
+            plan = Plan(tuple(range(count)), indices, np.full(count, pool.has_state(group[0])),
+                        np.zeros(count, np.int64))  # fmt: skip
             ran = launcher.launch(pool, plan, block)
             outputs = ran.wait()
             after = model.spec.pack([np.asarray(array)[seat] for array in ran.rows], len(group))
