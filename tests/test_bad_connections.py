@@ -22,6 +22,7 @@ from mishaps import (
 )
 from serving_models import served
 from slotstream import Client
+from slotstream.lines import Line
 from slotstream.names import Keys
 
 KEYS = Keys("slotstream")
@@ -242,3 +243,23 @@ def test_after_an_outage_nobody_takes_the_sessions_of_a_worker_that_lives(
             assert len(list(session.replies(20))) == 1
     assert first.error is None
     assert second.error is None
+
+
+def test_a_connection_that_is_cut_while_its_tracking_is_set_up_is_an_outage_like_another(
+    redis_url, admin, thread_worker, model, calm, monkeypatch
+):
+    worker = thread_worker(model, **FAST)
+    traffic = Traffic(redis_url, model, seed=29)
+    traffic.reach(0.2)
+    call, cuts = Line.call, []
+
+    def cutting(line, *command):
+        if command[:2] == ("CLIENT", "TRACKING") and len(cuts) < 3:
+            cuts.append(admin("CLIENT", "KILL", "ID", command[-1]))
+        return call(line, *command)
+
+    monkeypatch.setattr(Line, "call", cutting)
+    admin("CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes")
+    assert_undisturbed(traffic, calm)
+    assert cuts == [1, 1, 1]
+    assert_serves_on(worker, redis_url, model)

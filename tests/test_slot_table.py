@@ -72,9 +72,9 @@ class Watched(Line):
 
     declared: set[str]
 
-    def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Any:
+    def send_script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> None:
         self.declared.update(map(str, keys))
-        return super().script(script, keys, args)
+        super().send_script(script, keys, args)
 
 
 class Store:

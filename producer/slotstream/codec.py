@@ -225,12 +225,13 @@ class FrameCodec:
         self.name = dtype
         self.nbytes = prod(self.shape) * self.dtype.itemsize
         self.header = header(self.dtype, self.shape)
-        self._size = len(self.header) + self.nbytes
+        self.size = len(self.header) + self.nbytes
+        """Bytes of an encoded frame."""
         self._plain = self.dtype != np.bool_  # any bytes of the right number are values
-        if self._size > max_bytes:
+        if self.size > max_bytes:
             raise BadFrame(
                 "too_large",
-                f"one frame {dtype}{list(shape)} takes {self._size} bytes, "
+                f"one frame {dtype}{list(shape)} takes {self.size} bytes, "
                 f"more than the limit of {max_bytes}",
             )
 
@@ -247,7 +248,7 @@ class FrameCodec:
 
     def payload(self, raw: bytes) -> bytes:
         """The data bytes of an encoded frame, checked; raises `BadFrame`."""
-        if self._plain and len(raw) == self._size and raw.startswith(self.header):
+        if self._plain and len(raw) == self.size and raw.startswith(self.header):
             return raw[len(self.header) :]
         array = _array(_unpack(raw, self.max_bytes))
         if array.dtype.newbyteorder("=") != self.dtype:

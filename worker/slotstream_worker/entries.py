@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgpack
@@ -11,9 +13,10 @@ import numpy as np
 
 from slotstream.codec import FrameCodec, header
 from slotstream.errors import BadFrame
-from slotstream.ids import EntryId
 from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.store.table import Answer
+from slotstream_worker.store.commits import Answer
+
+Frames = np.ndarray[Any, np.dtype[np.generic]]
 
 OPS = ("reset",)
 _KNOWN = {b"frame", b"end", b"op", b"target"}
@@ -27,7 +30,7 @@ class Entry:
     `end` void: an entry is all or nothing. `mark` is a close mark, neither answered nor counted.
     """
 
-    id: EntryId
+    id: bytes
     payload: bytes | None = None
     reset: bool = False
     end: bool = False
@@ -46,8 +49,30 @@ class EntryReader:
     def __init__(self, frames: FrameCodec, *, finite: bool = False) -> None:
         self.frames = frames
         self._finite = finite and np.issubdtype(frames.dtype, np.inexact)
+        self._header = np.frombuffer(frames.header, np.uint8)
 
-    def read(self, id: EntryId, raw: list[bytes]) -> Entry:  # noqa: A002 (the field's own name)
+    def frames_of(self, raws: Sequence[bytes]) -> tuple[Frames, list[int]]:
+        """Many encoded frames at once: frames `[entries, frame, *sample_shape]`, and what is left.
+
+        The usual encoding differs from frame to frame only in its data, so the first bytes of all
+        of them are compared at once, and no frame is parsed. The places of those that are not so
+        encoded come second: `read` says what they are, and their frames here are undefined.
+        """
+        codec, rows, size = self.frames, len(raws), self.frames.size
+        if sys.byteorder != "little" or set(map(len, raws)) != {size}:
+            return np.zeros((rows, *codec.shape), codec.dtype), list(range(rows))
+        block = np.frombuffer(b"".join(raws), np.uint8).reshape(rows, size)
+        start = len(codec.header)
+        others = (block[:, :start] != self._header).any(axis=1)
+        data = np.ascontiguousarray(block[:, start:])
+        if codec.dtype == np.bool_:
+            others |= (data > 1).any(axis=1)
+        frames = data.view(codec.dtype).reshape(rows, *codec.shape)
+        if self._finite:
+            others |= ~np.isfinite(frames).reshape(rows, -1).all(axis=1)
+        return frames, np.flatnonzero(others).tolist()
+
+    def read(self, id: bytes, raw: list[bytes]) -> Entry:  # noqa: A002 (the field's own name)
         """Read one entry from its fields and values in turn; never raises."""
         if len(raw) == 2 and raw[0] == b"frame":  # the usual entry
             fields = {b"frame": raw[1]}
@@ -98,24 +123,48 @@ class EntryReader:
 
 
 class AnswerWriter:
-    """Writes the answers of one model: fields of an `out` entry."""
+    """Writes the answers of one model: encoded outputs, and the fields of `out` entries."""
 
     def __init__(self, model: StreamModel) -> None:
-        self._weights = model.weights
-        self._single = model.single
-        self._headers = [
-            (output.name, header(output.dtype, output.shape)) for output in model.outputs
-        ]
-        self._map = msgpack.Packer().pack_map_header(len(self._headers))
+        self.weights = model.weights
+        packer = msgpack.Packer()
+        parts: list[bytes] = [] if model.single else [packer.pack_map_header(len(model.outputs))]
+        self._layout: list[tuple[str, int, int]] = []  # name, and where its data begin and end
+        at = sum(map(len, parts))
+        for output in model.outputs:
+            head = header(output.dtype, output.shape)
+            if not model.single:
+                head = packer.pack(output.name) + head
+            nbytes = prod(output.shape) * output.dtype.itemsize
+            parts += [head, bytes(nbytes)]
+            self._layout.append((output.name, at + len(head), at + len(head) + nbytes))
+            at += len(head) + nbytes
+        self._template = np.frombuffer(b"".join(parts), np.uint8)
 
-    def output(self, entry: Entry, row: Mapping[str, np.ndarray[Any, Any]]) -> Answer:
-        """The answer of an entry whose frame ran; `row` holds its outputs `[frame, ...]`."""
-        parts: list[bytes] = [] if self._single else [self._map]
-        for name, head in self._headers:
-            if not self._single:
-                parts.append(msgpack.packb(name))
-            parts += [head, row[name].tobytes()]
-        fields: tuple[bytes | str, ...] = ("output", b"".join(parts), "weights", self._weights)
+    def outputs(self, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[bytes]:
+        """The encoded outputs of a launch's rows, from arrays `[rows, frame, ...]` by name.
+
+        All rows at once: an encoding of fixed shapes differs only in its data.
+        """
+        rows = len(next(iter(outputs.values())))
+        size = len(self._template)
+        block = np.empty((rows, size), np.uint8)
+        block[:] = self._template
+        for name, start, stop in self._layout:
+            if start == stop:
+                continue
+            array = np.ascontiguousarray(outputs[name])
+            block[:, start:stop] = array.reshape(rows, -1).view(np.uint8).reshape(rows, -1)
+        data = block.tobytes()
+        return [data[at : at + size] for at in range(0, rows * size, size)]
+
+    def usual(self, id: bytes, output: bytes) -> Answer:  # noqa: A002 (the field's own name)
+        """The answer of an entry that was a frame and nothing else, from its encoded output."""
+        return Answer(id, ("output", output, "weights", self.weights))
+
+    def output(self, entry: Entry, output: bytes) -> Answer:
+        """The answer of an entry whose frame ran, from its encoded output."""
+        fields: tuple[bytes | str, ...] = ("output", output, "weights", self.weights)
         return Answer(entry.id, (*fields, "op", "reset") if entry.reset else fields)
 
     def op(self, entry: Entry) -> Answer:

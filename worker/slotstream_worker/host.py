@@ -7,19 +7,23 @@ always that after the last of its `answers`, so whoever publishes those may chec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from time import monotonic
 
 import numpy as np
 
 from slotstream.codec import FrameCodec
 from slotstream_worker.engine.engine import Engine, Failed, Flight, Ran
+from slotstream_worker.engine.pool import Session
 from slotstream_worker.engine.rows import Rows
-from slotstream_worker.entries import AnswerWriter, Entry, EntryReader
+from slotstream_worker.entries import AnswerWriter, Entry, EntryReader, Frames
 from slotstream_worker.hosted import Hosted
+from slotstream_worker.store.commits import Answer, raw_id
 from slotstream_worker.store.inbox import Raw
-from slotstream_worker.store.table import Answer, Row
+from slotstream_worker.store.table import Row
 
 log = logging.getLogger(__name__)
 
@@ -27,42 +31,49 @@ MayRun = Callable[[int, str], bool]
 """Asked with a suspect's partition and name before it runs alone, so that Redis knows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
-    """What one round runs: entries with a frame, and entries that need no device."""
+    """What one round runs: entries with a frame, and entries that need no device.
 
-    framed: list[tuple[Hosted, Entry]]
-    plain: list[tuple[Hosted, Entry]]
+    `hosted`, `ids` and `raws` stand side by side: sessions, and the id and encoded frame of the
+    entry of each that runs. `entries` holds those among them, by place, that say more than a frame.
+    """
+
+    hosted: list[Hosted] = field(default_factory=list)
+    ids: list[bytes] = field(default_factory=list)
+    raws: list[bytes] = field(default_factory=list)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    plain: list[tuple[Hosted, Entry]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.framed or self.plain)
+        return bool(self.hosted or self.plain)
 
-    def add(self, hosted: Hosted) -> None:
-        """Take the session's oldest entry in."""
-        entry = hosted.queue.popleft()
-        hosted.in_flight = True
-        (self.plain if entry.payload is None else self.framed).append((hosted, entry))
+    def __len__(self) -> int:
+        return len(self.hosted)
 
 
 @dataclass(frozen=True)
 class Flying:
-    """A round under way on the device."""
+    """A round under way on the device; no `flight` where it could not be launched."""
 
     round: Round
-    frames: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    names: list[str]
+    frames: Frames
+    from_rest: set[str]
     flight: Flight | None
-
-    @property
-    def from_rest(self) -> set[str]:
-        """Sessions that a reset puts at rest before their frame."""
-        return {hosted.session for hosted, entry in self.round.framed if entry.reset}
 
 
 class Host:
     """Sessions of all partitions on one engine, `max_sessions` of them at most."""
 
     def __init__(
-        self, engine: Engine, *, max_sessions: int, max_frame_bytes: int, finite: bool = False
+        self,
+        engine: Engine,
+        *,
+        max_sessions: int,
+        max_frame_bytes: int,
+        finite: bool = False,
+        read_ahead: int = 16,
     ) -> None:
         model = engine.model
         self.engine, self.max_sessions = engine, max_sessions
@@ -73,9 +84,15 @@ class Host:
         self.hosted: dict[str, Hosted] = {}
         self._of: dict[int, dict[str, Hosted]] = {}
         self._acting: dict[int, dict[str, Hosted]] = {}
-        self._ready: dict[str, Hosted] = {}  # have entries waiting; who ran last comes last
+        self._hungry: dict[int, dict[str, Hosted]] = {}
+        self._ready: deque[Hosted] = deque()  # have entries waiting; who ran last comes last
+        self._suspects: dict[str, Hosted] = {}
         self._trial: Hosted | None = None
         self._suspect_next = self._publish_first = False
+        self._in_flight = 0
+        self.low_water = read_ahead // 4
+        """Entries that wait of a session when the next are asked for."""
+        self.read_count = max(read_ahead - self.low_water, 1)
 
     def __len__(self) -> int:
         return len(self.hosted)
@@ -88,12 +105,15 @@ class Host:
         """Sessions of one partition with answers or an action to commit."""
         return self._acting.setdefault(partition, {})
 
+    def hungry(self, partition: int) -> dict[str, Hosted]:
+        """Sessions of one partition whose stream is to be read on."""
+        return self._hungry.setdefault(partition, {})
+
     @property
     def has_work(self) -> bool:
         """Whether a round could be formed now."""
-        return any(
-            self._on_trial(hosted) if hosted.suspect else hosted.runnable
-            for hosted in self._ready.values()
+        return any(hosted.runnable for hosted in self._ready) or any(
+            self._on_trial(hosted) for hosted in self._suspects.values()
         )
 
     @property
@@ -113,10 +133,8 @@ class Host:
                 partition,
                 row.epoch,
                 row.cuts,
-                base=row.done,
-                position=row.cursor,
-                read_to=row.done,
-                replay_to=row.done,
+                base=raw_id(row.done),
+                read_to=raw_id(row.done),
                 weights=row.weights,
                 attempts=row.attempts,
             )
@@ -134,6 +152,10 @@ class Host:
                     *(row.session, row.weights, model.weights),
                 )
             self.hosted[row.session] = self.of(partition)[row.session] = hosted
+            if hosted.suspect:
+                self._suspects[row.session] = hosted
+            self.acting(partition)
+            self.hungry(partition)[row.session] = hosted
             adopted.append(hosted)
         self.rows.hold(states)
         return adopted
@@ -146,7 +168,7 @@ class Host:
         """
         if hosted.held:
             return
-        entries = [entry for id_, raw in raws if not (entry := self.reader.read(id_, raw)).mark]
+        entries = [(raw, entry) for raw in raws if not (entry := self.reader.read(*raw)).mark]
         if len(entries) < row.count:
             log.error(
                 "session %s: %d entries were answered after its checkpoint and %d are left; "
@@ -157,23 +179,26 @@ class Host:
             )
             self.finish(hosted, "end", "replay_gap")
             return
+        skipped = set(map(raw_id, row.skipped))
         hosted.queue.extend(
-            entry for entry in entries if entry.id not in row.skipped and not entry.error
+            raw for raw, entry in entries if entry.id not in skipped and not entry.error
         )
-        if hosted.queue:
-            self._ready[hosted.session] = hosted
-            hosted.replay_to = hosted.queue[-1].id
-        else:
-            hosted.position = hosted.base
+        hosted.unsettled = len(hosted.queue)
+        self._list(hosted)
 
     def drop(self, dropped: Iterable[Hosted]) -> None:
         """Forget sessions that are another's, or over; their rows are zeroed."""
         gone = [h for h in dropped if self.hosted.get(h.session) is h]
         for hosted in gone:
+            hosted.gone = True
             del self.hosted[hosted.session]
-            self._ready.pop(hosted.session, None)
-            self.of(hosted.partition).pop(hosted.session, None)
-            self.acting(hosted.partition).pop(hosted.session, None)
+            for held in (
+                self._suspects,
+                self.of(hosted.partition),
+                self.acting(hosted.partition),
+                self.hungry(hosted.partition),
+            ):
+                held.pop(hosted.session, None)
         self.rows.drop([hosted.session for hosted in gone])
 
     def finish(self, hosted: Hosted, action: str, reason: str = "", mark: str = "") -> None:
@@ -187,55 +212,96 @@ class Host:
         """Run sessions again that were paused for their reader."""
         for hosted in sessions:
             hosted.paused = False
-            if hosted.queue and self.hosted.get(hosted.session) is hosted:
-                self._ready[hosted.session] = hosted
+            self._list(hosted)
+
+    def _list(self, hosted: Hosted) -> None:
+        """Let a session run again, behind all others, where it has something to run."""
+        if hosted.listed or hosted.suspect or not hosted.runnable or hosted.gone:
+            return
+        hosted.listed = True
+        self._ready.append(hosted)
 
     # Entries in
 
-    def feed(self, session: str, raws: Iterable[Raw]) -> int:
-        """Take in entries read from a session's stream; returns how many will be run."""
-        hosted = self.hosted[session]
-        taken = 0
-        for id_, raw in raws:
-            hosted.read_to = id_
-            hosted.active_at = monotonic()
-            if hosted.action:
-                continue
-            entry = self.reader.read(id_, raw)
-            if entry.mark:
-                # Seen is enough: what waits is cancelled, what is in flight is still answered.
-                self.finish(hosted, "end", "close", str(id_))
-            else:
-                hosted.queue.append(entry)
-                taken += 1
-        if hosted.queue:
-            self._ready[session] = hosted
-        return taken
+    def changed(self, partition: int, sessions: Iterable[str]) -> None:
+        """Note that the sessions' streams may hold entries that have not been read."""
+        held, hungry = self.of(partition), self.hungry(partition)
+        for session in sessions:
+            hosted = held.get(session)
+            if hosted is not None:
+                hosted.more = True
+                if len(hosted.queue) <= self.low_water or self._untried(hosted):
+                    hungry[session] = hosted
+
+    def _untried(self, hosted: Hosted) -> bool:
+        """Whether it is a suspect with nothing to be tried on: an entry that nobody answered."""
+        return hosted.suspect and len(hosted.queue) <= hosted.unsettled
+
+    def to_read(self, partition: int, most: int) -> dict[str, Hosted]:
+        """Sessions whose streams are to be read now, `most` at most; they count as read."""
+        hungry = self.hungry(partition)
+        found = {}
+        for session in list(islice(hungry, most)):
+            hosted = hungry.pop(session)
+            if not (hosted.held or hosted.action == "end"):
+                hosted.more = False
+                found[session] = hosted
+        return found
+
+    def feed(self, hosted: Hosted, raws: Sequence[Raw]) -> None:
+        """Take in entries read from a session's stream, in its order."""
+        hosted.read_to = raws[-1][0]
+        hosted.active_at = monotonic()
+        if len(raws) >= self.read_count:
+            hosted.more = True
+        if hosted.action:
+            return
+        if any(len(fields) != 2 or fields[0] != b"frame" for _, fields in raws):
+            for raw in raws:
+                entry = self.reader.read(*raw)
+                if entry.mark:
+                    # Seen is enough: what waits is cancelled, what is in flight is answered.
+                    self.finish(hosted, "end", "close", entry.id.decode())
+                    return
+                hosted.queue.append(raw)
+        else:
+            hosted.queue.extend(raws)
+        if hosted.more and len(hosted.queue) <= self.low_water:
+            self.hungry(hosted.partition)[hosted.session] = hosted
+        self._list(hosted)
 
     # Rounds
 
-    def form(self, *, may_run: MayRun = lambda _partition, _session: True) -> Round:
-        """The oldest waiting entry of every session that has one, of as many as have a slot.
+    def form(
+        self, *, may_run: MayRun = lambda _partition, _session: True, quiet: bool = True
+    ) -> Round:
+        """The oldest waiting entry of sessions that have one, `round_rows` of them at most.
 
         A suspect runs alone, from its replay to its first answer, after everything before it has
         been published and before anything after it runs: if it kills this worker, no other
         session's work dies with it, and no other session's frame is what it is blamed for.
+
+        Args:
+            may_run: asked before a suspect is tried.
+            quiet: nothing is on its way to Redis, so that a suspect may be tried.
         """
         if self._trial and not self._on_trial(self._trial):
-            self._trial = None
-            self._publish_first = True
+            if self._trial.gone or not self._trial.in_flight:
+                self._trial = None
+                self._publish_first = True
+        calm = quiet and not self._in_flight and not any(self._acting.values())
         if self._publish_first or self._trial:
-            if any(self._acting.values()):
-                return Round([], [])
+            if not calm:
+                return Round()
             self._publish_first = False
         if self._trial:
             return self._alone(self._trial)
         if self._suspect_next:
-            suspects = [h for h in self._ready.values() if self._on_trial(h)]
+            suspects = [h for h in self._suspects.values() if self._on_trial(h)]
             if suspects:
-                if any(self._acting.values()):
+                if not calm:
                     self._publish_first = True
-                    return Round([], [])
+                    return Round()
                 self._suspect_next = False
                 if may_run(suspects[0].partition, suspects[0].session):
                     self._trial = suspects[0]
@@ -248,109 +314,163 @@ class Host:
         return (
             hosted.suspect
             and hosted.runnable
-            and hosted.queue[-1].id > hosted.replay_to
-            and self.hosted.get(hosted.session) is hosted
+            and len(hosted.queue) > hosted.unsettled
+            and not hosted.gone
         )
 
-    @staticmethod
-    def _alone(suspect: Hosted) -> Round:
-        formed = Round([], [])
-        formed.add(suspect)
+    def _alone(self, suspect: Hosted) -> Round:
+        formed = Round()
+        self._add(formed, suspect)
         return formed
 
     def _together(self) -> Round:
-        formed, slots = Round([], []), self.engine.pool.slots
-        for session, hosted in list(self._ready.items()):
-            if not hosted.queue:
-                del self._ready[session]
-            elif hosted.runnable and not hosted.suspect and len(formed.framed) < slots:
-                formed.add(hosted)
-                # Behind those that have not run: rounds rotate where slots are few.
-                del self._ready[session]
-                self._ready[session] = hosted
+        formed, ready = Round(), self._ready
+        limit = min(self.engine.round_rows, self.engine.pool.slots - self._in_flight)
+        for _ in range(len(ready)):
+            if len(formed.hosted) >= limit:
+                break
+            hosted = ready.popleft()
+            hosted.listed = False
+            if hosted.runnable and not hosted.gone:
+                self._add(formed, hosted)
         return formed
 
+    def _add(self, formed: Round, hosted: Hosted) -> None:
+        """Take the session's oldest entry into a round."""
+        id_, fields = hosted.queue.popleft()
+        hosted.in_flight = True
+        if hosted.more and len(hosted.queue) <= self.low_water:
+            self.hungry(hosted.partition)[hosted.session] = hosted
+        if len(fields) == 2 and fields[0] == b"frame":
+            formed.hosted.append(hosted)
+            formed.ids.append(id_)
+            formed.raws.append(fields[1])
+            return
+        entry = self.reader.read(id_, fields)
+        if entry.payload is None:
+            formed.plain.append((hosted, entry))
+        else:
+            formed.entries[len(formed.hosted)] = entry
+            formed.hosted.append(hosted)
+            formed.ids.append(id_)
+            formed.raws.append(self.frames.header + entry.payload)
+
     def launch(self, formed: Round) -> Flying:
-        """Start a round; the device computes while the caller does something else."""
-        frames = self._stack([entry for _, entry in formed.framed])
-        flying = Flying(formed, frames, None)
-        if not formed.framed:
+        """Start a round; the device computes while the caller does something else.
+
+        Entries whose frame turns out to be none go to those that need no device.
+        """
+        self._in_flight += len(formed.hosted) + len(formed.plain)
+        if not formed.hosted:
+            return Flying(formed, [], np.empty(0), set(), None)
+        frames, others = self.reader.frames_of(formed.raws)
+        if others:
+            frames = self._sort_out(formed, frames, others)
+        names = [hosted.session for hosted in formed.hosted]
+        from_rest = {names[k] for k, entry in formed.entries.items() if entry.reset}
+        flying = Flying(formed, names, frames, from_rest, None)
+        if not names:
             return flying
-        names = [hosted.session for hosted, _ in formed.framed]
-        self.rows.seat(names)
         try:
-            flight = self.engine.begin(names, frames, from_rest=flying.from_rest)
+            self.rows.seat(names, self._busy)
+            flight = self.engine.begin(names, frames, from_rest=from_rest)
         except Exception:
             log.exception("a round of %d frames could not be launched", len(names))
             return flying  # `collect` runs it again, halved until each failure stands alone
-        return Flying(formed, frames, flight)
+        return Flying(formed, names, frames, from_rest, flight)
+
+    def _busy(self, session: Session) -> bool:
+        hosted = self.hosted.get(str(session))
+        return hosted is not None and hosted.in_flight
+
+    def _sort_out(self, formed: Round, frames: Frames, others: Sequence[int]) -> Frames:
+        """Read the frames that are not encoded as usual; those that are none leave the round."""
+        frames = frames.copy()
+        bad = set()
+        for k in others:
+            raw = formed.raws[k]
+            entry = formed.entries.get(k) or self.reader.read(formed.ids[k], [b"frame", raw])
+            if entry.payload is None:
+                bad.add(k)
+                formed.plain.append((formed.hosted[k], entry))
+            else:
+                data = np.frombuffer(entry.payload, self.frames.dtype)
+                frames[k] = data.reshape(self.frames.shape)
+        if not bad:
+            return frames
+        keep = [k for k in range(len(formed.hosted)) if k not in bad]
+        formed.entries = {
+            new: formed.entries[k] for new, k in enumerate(keep) if k in formed.entries
+        }
+        for side in (formed.hosted, formed.ids, formed.raws):
+            side[:] = [side[k] for k in keep]
+        return frames[keep]
 
     def collect(self, flying: Flying) -> int:
         """Wait for a round; its rows and answers are then there. Returns how many frames ran."""
         formed = flying.round
-        entries = {
-            hosted.session: (hosted, entry)
-            for hosted, entry in formed.framed
-            if self.hosted.get(hosted.session) is hosted
-        }
-        for session, outcome in self._outcomes(flying, entries):
-            hosted, entry = entries[session]
-            if isinstance(outcome, Answer):
-                self._answered(hosted, entry, outcome)
-            elif entry.id <= hosted.replay_to:
-                # It ran before, so it can run: not an error, but not here.
-                log.error("session %s: its replay fails here (%s); handed back", session, outcome)
-                hosted.in_flight = False
-                self.finish(hosted, "handback")
+        for outcome in self._outcomes(flying):
+            if isinstance(outcome, Ran):
+                self._ran(formed, outcome)
             else:
-                self._answered(
-                    hosted,
-                    entry,
-                    self.writer.error(
-                        entry,
-                        "launch_failed",
-                        f"the model raised on this frame: {type(outcome).__name__}: {outcome}",
-                    ),
-                )
+                self._failed(formed, outcome.position, outcome.error)
         for hosted, entry in formed.plain:
-            if self.hosted.get(hosted.session) is hosted:
-                self._plain(hosted, entry)
-        return len(formed.framed)
+            self._plain(hosted, entry)
+        self._in_flight -= len(formed.hosted) + len(formed.plain)
+        return len(formed.hosted)
 
-    def _outcomes(
-        self, flying: Flying, entries: dict[str, tuple[Hosted, Entry]]
-    ) -> Iterator[tuple[str, Answer | Exception]]:
-        """Each session's answer, or what its frame raised when it ran alone."""
-        if not flying.round.framed:
-            return
-        outcomes: Iterable[Ran | Failed] | None = None
+    def _outcomes(self, flying: Flying) -> Iterable[Ran | Failed]:
+        """What each launch gave, or each frame that raised when it ran alone."""
         if flying.flight is not None:
             try:
-                outcomes = self.engine.finish(flying.flight)
+                return self.engine.finish(flying.flight)
             except Exception:
-                log.exception(
-                    "a round of %d frames failed; it is run again", len(flying.round.framed)
-                )
-        if outcomes is None:
-            keep = [
-                k for k, (hosted, _) in enumerate(flying.round.framed) if hosted.session in entries
-            ]
-            names = [flying.round.framed[k][0].session for k in keep]
-            outcomes = (
-                self.engine.isolate(names, flying.frames[keep], from_rest=flying.from_rest)
-                if names
-                else ()
-            )
-        for outcome in outcomes:
-            if isinstance(outcome, Failed):
-                yield str(outcome.session), outcome.error
+                log.exception("a round of %d frames failed; it is run again", len(flying.names))
+        if not flying.names:
+            return ()
+        keep = [k for k, hosted in enumerate(flying.round.hosted) if not hosted.gone]
+        names = [flying.names[k] for k in keep]
+        return self.engine.isolate(
+            names, flying.frames[keep], from_rest=flying.from_rest, positions=keep
+        )
+
+    def _ran(self, formed: Round, ran: Ran) -> None:
+        now = monotonic()
+        outputs = self.writer.outputs(ran.outputs)
+        for k, output in zip(ran.positions, outputs, strict=True):
+            hosted = formed.hosted[k]
+            if hosted.gone:
                 continue
-            for k, session in enumerate(map(str, outcome.sessions)):
-                if session in entries:
-                    row = {name: array[k] for name, array in outcome.outputs.items()}
-                    yield session, self.writer.output(entries[session][1], row)
+            if hosted.unsettled or k in formed.entries:
+                entry = formed.entries.get(k) or Entry(formed.ids[k], b"")
+                self._answered(hosted, entry, self.writer.output(entry, output))
+                continue
+            hosted.in_flight = False
+            hosted.active_at = now
+            if hosted.attempts:
+                self._cleared(hosted)
+            hosted.answers.append((formed.ids[k], output))
+            self._acting[hosted.partition][hosted.session] = hosted
+            if hosted.queue:
+                self._list(hosted)
+
+    def _failed(self, formed: Round, k: int, error: Exception) -> None:
+        hosted = formed.hosted[k]
+        if hosted.gone:
+            return
+        if hosted.unsettled:
+            # It ran before, so it can run: not an error, but not here.
+            log.error("session %s: its replay fails here (%s); handed back", hosted.session, error)
+            hosted.in_flight = False
+            self.finish(hosted, "handback")
+            return
+        entry = formed.entries.get(k) or Entry(formed.ids[k], b"")
+        text = f"the model raised on this frame: {type(error).__name__}: {error}"
+        self._answered(hosted, entry, self.writer.error(entry, "launch_failed", text))
 
     def _plain(self, hosted: Hosted, entry: Entry) -> None:
+        if hosted.gone:
+            return
         if entry.error:
             answer = self.writer.error(entry, entry.error.code, str(entry.error))
         else:
@@ -361,20 +481,22 @@ class Host:
 
     def _answered(self, hosted: Hosted, entry: Entry, answer: Answer) -> None:
         hosted.in_flight = False
-        hosted.position = entry.id
-        if entry.id <= hosted.replay_to:
-            return  # answered by an owner before
-        hosted.attempts = 0  # it has been answered: it kills nobody
-        hosted.active_at = monotonic()
-        hosted.answers.append(answer)
-        self.acting(hosted.partition)[hosted.session] = hosted
-        if entry.end:
-            hosted.queue.clear()
-            # Whatever else was to become of it: its stream ends with this very answer.
-            hosted.action, hosted.reason, hosted.mark = "end", "end", ""
+        if hosted.unsettled:
+            hosted.unsettled -= 1  # answered by an owner before
+        else:
+            if hosted.attempts:
+                self._cleared(hosted)
+            hosted.active_at = monotonic()
+            hosted.answers.append(answer)
+            hosted.usual = False
+            self.acting(hosted.partition)[hosted.session] = hosted
+            if entry.end:
+                hosted.queue.clear()
+                # Whatever else was to become of it: its stream ends with this very answer.
+                hosted.action, hosted.reason, hosted.mark = "end", "end", ""
+        self._list(hosted)
 
-    def _stack(self, entries: Sequence[Entry]) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        """Frames `[entries, frame, *sample_shape]` from their data bytes, joined in one copy."""
-        joined = b"".join([entry.payload or b"" for entry in entries])
-        frames = np.frombuffer(joined, self.frames.dtype)
-        return frames.reshape(len(entries), *self.frames.shape)
+    def _cleared(self, hosted: Hosted) -> None:
+        """It has been answered: it kills nobody."""
+        hosted.attempts = 0
+        self._suspects.pop(hosted.session, None)

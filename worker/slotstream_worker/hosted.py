@@ -6,9 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slotstream.ids import EntryId
-from slotstream_worker.entries import Entry
-from slotstream_worker.store.table import Answer
+from slotstream_worker.store.commits import Answer, Output
+from slotstream_worker.store.inbox import Raw
 
 SUSPICIOUS = 2
 """Attempts from which a session is run alone; the deaths of a whole company count to here."""
@@ -16,28 +15,33 @@ SUSPICIOUS = 2
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """One session here, under one epoch.
+    """One session here, under one epoch. Ids are as Redis writes them.
 
-    `base` is the id of the last entry whose answer Redis has, `position` that of the last entry
-    that ran, `read_to` that of the last entry read. Entries up to `replay_to` have been answered
-    by an owner before: they run again, and nothing is published. `paused`: its reader is behind,
-    and it asked that no reply be lost. `held`: why it cannot run here at all; nothing of it is
-    changed, and it goes to another worker when this one drains. `attempts`: owners that died with
-    entries of it under way.
+    `base` is the id of the last entry whose answer Redis has, or is being told; `read_to` that of
+    the last entry read. `unsettled`: how many entries, the one in flight and the first of `queue`,
+    were answered by an owner before; they run again, and nothing is published. `more`: its stream may hold entries that have not been read. `usual`: all of `answers` are
+    outputs. `listed`: it stands in the line of those that may run. `gone`: it is not held any more.
+
+    `paused`: its reader is behind, and it asked that no reply be lost. `held`: why it cannot run
+    here at all; nothing of it is changed, and it goes to another worker when this one drains.
+    `attempts`: owners that died with entries of it under way.
     """
 
     session: str
     partition: int
     epoch: bytes
     cuts: bytes
-    base: EntryId
-    position: EntryId
-    read_to: EntryId
-    replay_to: EntryId
+    base: bytes
+    read_to: bytes
     weights: str
-    queue: deque[Entry] = field(default_factory=deque)
-    answers: list[Answer] = field(default_factory=list)
+    queue: deque[Raw] = field(default_factory=deque)
+    answers: list[Output | Answer] = field(default_factory=list)
+    usual: bool = True
+    unsettled: int = 0
     in_flight: bool = False
+    more: bool = True
+    listed: bool = False
+    gone: bool = False
     paused: bool = False
     held: str = ""
     attempts: int = 0
@@ -48,20 +52,13 @@ class Hosted:
 
     @property
     def settled(self) -> bool:
-        """Whether the row on the device is the state after the last answer."""
-        return self.position >= self.replay_to and not self.held
+        """Whether its row is the state after the last answer: its replay is over."""
+        return not (self.unsettled or self.held)
 
     @property
     def suspect(self) -> bool:
         """Whether it may be what killed its owners: it then runs alone."""
         return self.attempts >= SUSPICIOUS
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether its stream is to be read on: a suspect needs an entry that nobody answered."""
-        if self.held or self.action == "end":
-            return False
-        return not self.queue or (self.suspect and self.queue[-1].id <= self.replay_to)
 
     @property
     def runnable(self) -> bool:

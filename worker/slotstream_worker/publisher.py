@@ -2,20 +2,27 @@
 
 A commit of a session holds all of its answers, so a checkpoint beside them is the state after
 the last one; the row on the device is exactly that until the round under way is collected.
+
+One wave of commits is on its way at a time. While Redis works on it rounds go on, and the next
+wave holds what they answered: the slower Redis is, the fewer commits there are a reply.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from slotstream.ids import EntryId
+from redis.exceptions import NoScriptError
+
+from slotstream.lines import Line
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.host import Host
 from slotstream_worker.hosted import Hosted
 from slotstream_worker.metrics import Metrics
+from slotstream_worker.store.commits import Answer, Batch, Checkpoint, Commit, Output, raw_id
 from slotstream_worker.store.partition import Partition
-from slotstream_worker.store.table import Checkpoint, Commit
 
 _FULL_CHECK_S = 0.05
 
@@ -39,6 +46,14 @@ class Allowance:
         self._left -= nbytes
 
 
+@dataclass
+class Sent:
+    """One call of a wave: its batch, and of each commit the session, answers, and what is more."""
+
+    batch: Batch
+    commits: list[tuple[Hosted, list[Output | Answer], Commit | None]] = field(default_factory=list)
+
+
 class Publisher:
     """Publishes the answers and checkpoints of one partition's sessions."""
 
@@ -52,15 +67,22 @@ class Publisher:
     ) -> None:
         self.config, self.host, self.metrics = config, host, metrics
         self._partition, self._allowance = partition, allowance
-        self._unanswered: list[tuple[Hosted, Commit]] = []
+        self._wave: deque[Sent] = deque()  # their answers have not come; the oldest first
+        self._again: list[Sent] = []  # of the wave: Redis did not know the script
+        self._line: Line | None = None  # what the wave went out on
         self._dirty: dict[str, tuple[float, Hosted]] = {}  # moved since; the oldest first
         self._full: dict[str, Hosted] = {}
         self._full_checked = 0.0
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether a wave is on its way, or was when its connection broke."""
+        return bool(self._wave or self._again)
+
+    @property
     def waits(self) -> bool:
         """Whether something can be published now."""
-        return bool(self._unanswered) or any(
+        return not self.in_doubt and any(
             _acts(h) for h in self.host.acting(self._partition).values()
         )
 
@@ -75,26 +97,69 @@ class Publisher:
             self._dirty.pop(hosted.session, None)  # so that the oldest stay first
             self._dirty[hosted.session] = (time.monotonic(), hosted)
 
-    def publish(self, partition: Partition, *, everything: bool = False) -> list[Hosted]:
-        """Commit all answers, and the checkpoints that are due (or all); returns what is lost.
+    # A wave
 
-        A commit whose answer was cut off is sent again as it was, before anything new.
+    def publish(self, partition: Partition) -> None:
+        """Send all answers, and the checkpoints that are due, unless a wave is on its way.
+
+        A wave whose connection broke is sent again as it was, before anything new.
+        """
+        if self.in_doubt:
+            if self._line is not partition.commits:
+                self._wave.extendleft(reversed(self._again))
+                self._again.clear()
+                self._send(partition)
+            return
+        if self._compose(everything=False):
+            self._send(partition)
+
+    def take_answers(
+        self, partition: Partition, *, wait: bool = False, readable: bool = False
+    ) -> list[Hosted]:
+        """Take in what Redis answered to the wave; returns the sessions that are lost.
+
+        Args:
+            partition: where it went.
+            wait: wait for the whole wave.
+            readable: the connection is known to have something to read.
         """
         lost: list[Hosted] = []
-        if self._unanswered:
-            lost += self._deliver(partition)
-        chosen = self._choose(everything=everything)
-        if chosen:
-            self._unanswered = chosen
-            lost += self._deliver(partition)
+        line = self._line
+        if line is not partition.commits:
+            return lost
+        while self._wave and (wait or line.ready(readable=readable)):
+            readable = False
+            try:
+                answer = line.receive()
+            except NoScriptError:
+                self._again.append(self._wave.popleft())
+            else:
+                sent = self._wave.popleft()
+                lost += self._settle(partition, sent, sent.batch.results(answer))
+            if not self._wave and self._again:
+                self._wave.extend(self._again)
+                self._again.clear()
+                for sent in self._wave:
+                    partition.table.send_commits(sent.batch, line, whole=True)
         return lost
 
-    def built_on(self, hosted: Hosted, done: EntryId) -> bool:
-        """Whether `done` is what this worker has written, or may have written."""
-        return done == hosted.base or any(
-            h is hosted and commit.answers and commit.answers[-1].id == done
-            for h, commit in self._unanswered
-        )
+    def flush(self, partition: Partition) -> list[Hosted]:
+        """Write everything now, each checkpoint due or not, and wait; returns what is lost."""
+        self.publish(partition)
+        lost = self.take_answers(partition, wait=True)
+        if self._compose(everything=True):
+            self._send(partition)
+            lost += self.take_answers(partition, wait=True)
+        return lost
+
+    def doubtful(self) -> dict[Hosted, bytes]:
+        """Ids that Redis may have as a session's last answered one, beside its `base`."""
+        found = {}
+        for sent in (*self._wave, *self._again):
+            for hosted, answers, _ in sent.commits:
+                if answers:
+                    found[hosted] = _last_id(answers)
+        return found
 
     def next_due_s(self) -> float:
         """Seconds until the next checkpoint is due."""
@@ -121,21 +186,47 @@ class Publisher:
             del self._full[hosted.session]
         return free
 
-    def _choose(self, *, everything: bool) -> list[tuple[Hosted, Commit]]:
-        chosen = {h.session: h for h in self._acting.values() if _acts(h)}
+    def _send(self, partition: Partition) -> None:
+        self._line = partition.commits
+        for sent in self._wave:
+            partition.table.send_commits(sent.batch, self._line)
+
+    # What it is made of
+
+    def _compose(self, *, everything: bool) -> bool:
+        """Make a wave of what is to be written; whether there is anything."""
         saved = self._checkpoints(self._due(everything=everything), everything=everything)
-        chosen.update((hosted.session, hosted) for hosted, _ in saved.values())
-        return [
-            (hosted, self._commit(hosted, saved.get(hosted.session, (hosted, None))[1]))
-            for hosted in chosen.values()
-        ]
+        acting, weights = self._acting, self.host.engine.model.weights
+        sent = Sent(Batch(weights))
+        for hosted in (*acting.values(), *(h for h in saved if h.session not in acting)):
+            answers = hosted.answers
+            if answers and hosted.usual and not hosted.action and hosted not in saved:
+                sent.batch.add_outputs(
+                    hosted.session, hosted.epoch, hosted.cuts, hosted.base, answers
+                )
+                sent.commits.append((hosted, answers, None))
+            elif _acts(hosted) or hosted in saved:
+                commit = self._commit(hosted, saved.get(hosted))
+                sent.batch.add(commit)
+                sent.commits.append((hosted, answers, commit))
+            else:
+                continue
+            hosted.answers, hosted.usual = [], True
+            if sent.batch.full:
+                self._wave.append(sent)
+                sent = Sent(Batch(weights))
+        if sent.commits:
+            self._wave.append(sent)
+        for hosted in [h for h in acting.values() if not h.action]:
+            del acting[hosted.session]
+        return bool(self._wave)
 
     def _due(self, *, everything: bool) -> list[Hosted]:
         """Sessions whose checkpoint is due, the oldest first; those handed back always are."""
         before = time.monotonic() - (0.0 if everything else self.config.checkpoint_interval_s)
         due: dict[str, Hosted] = {}
         for session, (since, hosted) in list(self._dirty.items()):
-            if self.host.hosted.get(session) is not hosted:
+            if hosted.gone:
                 del self._dirty[session]
             elif since > before:
                 break
@@ -148,9 +239,7 @@ class Publisher:
         )
         return [h for h in due.values() if h.settled and h.action != "end"]
 
-    def _checkpoints(
-        self, due: list[Hosted], *, everything: bool
-    ) -> dict[str, tuple[Hosted, Checkpoint]]:
+    def _checkpoints(self, due: list[Hosted], *, everything: bool) -> dict[Hosted, Checkpoint]:
         """States of the sessions whose turn it is, within the budget of bytes a second."""
         if not due:
             return {}
@@ -161,7 +250,7 @@ class Publisher:
         states = self.host.rows.read([h.session for h in due])
         model = self.host.engine.model
         return {
-            h.session: (h, Checkpoint(state, model.spec.layout, model.weights))
+            h: Checkpoint(state, model.spec.layout, model.weights)
             for h, state in zip(due, states, strict=True)
         }
 
@@ -172,59 +261,42 @@ class Publisher:
             hosted.epoch,
             hosted.cuts,
             hosted.base,
-            tuple(hosted.answers),
+            [
+                answer if isinstance(answer, Answer) else self.host.writer.usual(*answer)
+                for answer in hosted.answers
+            ],
             checkpoint,
             hosted.action if acts else "",
             hosted.reason if acts else "",
             hosted.mark if acts else "",
         )
 
-    def _deliver(self, partition: Partition) -> list[Hosted]:
-        """Send what is chosen; on an error it stays chosen, and goes out again as it is."""
-        sent = self._unanswered
-        results = partition.table.commit([commit for _, commit in sent])
-        self._unanswered = []
-        return self._settle(partition, sent, results)
+    # What became of it
 
-    def _settle(
-        self, partition: Partition, sent: Sequence[tuple[Hosted, Commit]], results: list[str]
-    ) -> list[Hosted]:
-        lost, over = [], []
+    def _settle(self, partition: Partition, sent: Sent, unusual: dict[int, str]) -> list[Hosted]:
+        lost: list[Hosted] = []
+        over: list[Hosted] = []
         replies = errors = 0
-        for (hosted, commit), result in zip(sent, results, strict=True):
-            if self.host.hosted.get(hosted.session) is not hosted:
+        for k, (hosted, answers, commit) in enumerate(sent.commits):
+            if hosted.gone:
                 continue
-            if result == "lost":
-                # An end or a hand-back that was carried out, its answer cut off, looks the same.
-                lost.append(hosted)
+            if k in unusual and self._refused(partition, hosted, unusual[k], lost):
                 continue
-            if result == "busy":  # an entry has come: it is not idle any more
-                hosted.action = hosted.reason = ""
-                partition.inbox.changed.add(hosted.session)
-                self._acting.pop(hosted.session, None)
+            if answers:
+                hosted.base = _last_id(answers)
+                replies += len(answers)
+            if commit is None:
+                self.moved(hosted)
                 continue
-            if result == "refused":
-                hosted.answers.clear()
-                hosted.action, hosted.reason, hosted.mark = "end", "reply_conflict", ""
-                continue
-            if commit.answers:
-                del hosted.answers[: len(commit.answers)]
-                hosted.base = commit.answers[-1].id
-                replies += len(commit.answers)
-                errors += sum(answer.is_error for answer in commit.answers)
+            errors += sum(answer.is_error for answer in commit.answers)
             if commit.action:
                 over.append(hosted)
             elif commit.checkpoint:
                 self._dirty.pop(hosted.session, None)
                 self.metrics.checkpoints.inc()
                 self.metrics.checkpoint_bytes.inc(len(commit.checkpoint.state))
-            elif commit.answers:
+            elif answers:
                 self.moved(hosted)
-            if not hosted.answers and not hosted.action:
-                self._acting.pop(hosted.session, None)
-            if result == "full":
-                hosted.paused = True
-                self._full[hosted.session] = hosted
         self.metrics.replies.inc(replies)
         self.metrics.errors.inc(errors)
         self.host.drop(over)
@@ -235,7 +307,35 @@ class Publisher:
             self.metrics.oldest.set(0.0)
         return lost
 
+    def _refused(
+        self, partition: Partition, hosted: Hosted, result: str, lost: list[Hosted]
+    ) -> bool:
+        """Note what is not simply `ok`; whether nothing was written."""
+        if result == "lost":
+            # An end or a hand-back that was carried out, its answer cut off, looks the same.
+            lost.append(hosted)
+        elif result == "busy":  # an entry has come: it is not idle any more
+            hosted.action = hosted.reason = ""
+            self.host.changed(partition.keys.partition, [hosted.session])
+            if not hosted.answers:
+                self._acting.pop(hosted.session, None)
+        elif result == "refused":
+            hosted.answers.clear()
+            hosted.action, hosted.reason, hosted.mark = "end", "reply_conflict", ""
+            self._acting[hosted.session] = hosted
+        else:
+            if result == "full":
+                hosted.paused = True
+                self._full[hosted.session] = hosted
+            return False
+        return True
+
 
 def _acts(hosted: Hosted) -> bool:
     """Whether there is something to commit of the session now."""
     return bool(hosted.answers) or (bool(hosted.action) and not hosted.in_flight)
+
+
+def _last_id(answers: Sequence[Output | Answer]) -> bytes:
+    last = answers[-1]
+    return raw_id(last.id) if isinstance(last, Answer) else last[0]

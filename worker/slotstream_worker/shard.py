@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+from slotstream.ids import EntryId
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.host import Host
 from slotstream_worker.hosted import Hosted
 from slotstream_worker.metrics import Metrics
 from slotstream_worker.outage import Outage
 from slotstream_worker.publisher import Publisher
-from slotstream_worker.store.inbox import Queues
+from slotstream_worker.store.commits import raw_id
+from slotstream_worker.store.inbox import Queues, streams_a_read
 from slotstream_worker.store.partition import Partition
 from slotstream_worker.store.table import Row
 
@@ -50,6 +52,7 @@ class Shard:
         self._connected_at = self._contact_at = self._swept_at = self._judged_at = 0.0
         self._rests_until = 0.0
         self._shed_at: dict[str, float] = {}
+        self._asked: dict[str, Hosted] = {}
         self._fruitless, self._fruitless_since = 0, 0.0
 
     @property
@@ -59,13 +62,28 @@ class Shard:
 
     # One turn's parts; each raises where Redis cannot be reached, and may then be repeated
 
-    def publish(self) -> None:
-        """Commit answers and the checkpoints that are due."""
-        self._dropped(self.publisher.publish(self.partition))
+    def receive(self, readable: Container[int] = ()) -> None:
+        """Take in what has come: answers to commits, entries, and what has changed.
 
-    def poll(self) -> None:
-        """Hear what has changed, admit, sweep and judge when it is time, and read."""
-        self.partition.inbox.listen(0.0)
+        Args:
+            readable: sockets that are known to have something to read.
+        """
+        partition = self.partition
+        heard, reader, commits = partition.filenos
+        if self.publisher.in_doubt and commits in readable:
+            self._dropped(self.publisher.take_answers(partition, readable=True))
+        inbox = partition.inbox
+        if inbox.asking and (reader in readable or inbox.came):
+            self._feed()
+        if heard in readable:
+            inbox.listen(readable=True)
+            if inbox.changed:
+                self.host.changed(self.number, inbox.changed)
+                inbox.changed.clear()
+
+    def send(self) -> None:
+        """Publish what has been answered, and do whatever else is due; ask for more entries."""
+        self.publisher.publish(self.partition)
         if self.partition.inbox.news and not self.rests_s:
             queues = self.partition.inbox.queues()
             self._fruitful(any(queues))
@@ -79,7 +97,8 @@ class Shard:
         ):
             self._judged_at = now
             self._take_from_the_dead()
-        self._read()
+        self._ask()
+        self.host.resume(self.publisher.caught_up(self.partition))
 
     @property
     def rests_s(self) -> float:
@@ -88,17 +107,15 @@ class Shard:
 
     @property
     def waits(self) -> bool:
-        """Whether `poll` or `publish` has something to do at once."""
+        """Whether `send` has something to do at once."""
         if not self.partition.connected or self.outage.on:
             return False
+        if self.publisher.waits:
+            return True
         inbox = self.partition.inbox
         if self.rests_s:
-            return self.publisher.waits
-        return (
-            inbox.news
-            or self.publisher.waits
-            or any(s in self.hosted and self.hosted[s].wants_more for s in inbox.changed)
-        )
+            return False
+        return inbox.news or bool(self.host.hungry(self.number) and not inbox.asking)
 
     def connect(self) -> None:
         """Open the connections anew, compare what is held with what Redis says, and write again.
@@ -114,8 +131,9 @@ class Shard:
         # a short one those of the living are not: they are renewed every quarter.
         if time.monotonic() - self._contact_at > self.config.lease_s / 2:
             self._connected_at = time.monotonic()
+        self.publisher.publish(self.partition)
+        self._dropped(self.publisher.take_answers(self.partition, wait=True))
         self.sweep()
-        self.publish()
 
     def join(self) -> None:
         """Open the connections; take at once what older processes of this one's name own."""
@@ -148,13 +166,13 @@ class Shard:
             # Each time: an idle session's end is called off where an entry has come meanwhile.
             for hosted in list(self.hosted.values()):
                 self.host.finish(hosted, "handback")
-            self.host.drop(self.publisher.publish(self.partition, everything=True))
+            self.host.drop(self.publisher.flush(self.partition))
 
     def sweep(self) -> None:
         """The slow truth: drop what is no longer held, claim anew what is, read every stream."""
         self._swept_at = time.monotonic()
         table, hosted = self.partition.table, self.hosted
-        names = list(hosted)
+        names, doubtful = list(hosted), self.publisher.doubtful()
         gone = []
         for name, fence in zip(names, table.fences(names), strict=True):
             one = hosted[name]
@@ -163,12 +181,12 @@ class Shard:
             elif (
                 fence.owner != self.config.worker
                 or fence.epoch != one.epoch
-                or not self.publisher.built_on(one, fence.done)
+                or raw_id(fence.done) not in (one.base, doubtful.get(one))
             ):
                 self._dropped([one])
             elif fence.status == "closing" and not one.mark:
                 self.host.finish(one, "end", "close")
-            elif self._idle(one):
+            elif self._idle(one, doubtful):
                 self.host.finish(one, "end", "idle")
         self._forgotten(gone)
         missing = table.owned() - {name.encode() for name in self.hosted}
@@ -178,7 +196,7 @@ class Shard:
         if self.config.rebalance:
             self._even_out()
         inbox = self.partition.inbox
-        inbox.changed.update(self.hosted)
+        self.host.changed(self.number, self.hosted)
         inbox.news = True
         inbox.check()
 
@@ -220,19 +238,29 @@ class Shard:
             self.metrics.replayed.inc(len(hosted.queue))
             if row.cursor < row.done:
                 self.publisher.moved(hosted)
-        self.partition.inbox.changed.update(row.session for row in rows)
 
-    def _read(self) -> None:
-        """Read the streams that changed, of the sessions whose own queue has run out."""
-        inbox, hosted = self.partition.inbox, self.hosted
-        inbox.changed.intersection_update(hosted)
-        ask = {name: hosted[name].read_to for name in inbox.changed if hosted[name].wants_more}
-        if ask and not self.rests_s:
-            found = inbox.read(ask, self.config.read_ahead)
-            for session, raws in found.items():
-                self.host.feed(session, raws)
-            self._fruitful(bool(found))
-        self.host.resume(self.publisher.caught_up(self.partition))
+    def _ask(self) -> None:
+        """Ask for entries of the sessions whose own queue runs out, one read at a time."""
+        inbox, hungry = self.partition.inbox, self.host.hungry(self.number)
+        if not hungry or inbox.asking or self.rests_s:
+            return
+        count = self.host.read_count
+        most = streams_a_read(count, self.host.frames.size)
+        if asked := self.host.to_read(self.number, most):
+            self._asked = asked
+            inbox.ask({name: hosted.read_to for name, hosted in asked.items()}, count)
+
+    def _feed(self) -> None:
+        """Take in the read that has come."""
+        found = self.partition.inbox.arrived(readable=True)
+        if found is None:
+            return
+        for session, raws in found.items():
+            hosted = self._asked[session]
+            if not hosted.gone:
+                self.host.feed(hosted, raws)
+        self._asked = {}
+        self._fruitful(bool(found))
 
     def _fruitful(self, found: bool) -> None:
         """Note whether a read found something; after many that did not, rest a little.
@@ -247,11 +275,12 @@ class Shard:
         if self._fruitless > _FRUITLESS_READS:
             self._rests_until = now + _REST_S
 
-    def _idle(self, hosted: Hosted) -> bool:
+    def _idle(self, hosted: Hosted, doubtful: Container[Hosted]) -> bool:
         limit = self.config.idle_timeout_s
         return (
             limit > 0
             and not (hosted.queue or hosted.in_flight or hosted.answers or hosted.held)
+            and hosted not in doubtful
             and time.monotonic() - hosted.active_at > limit
         )
 
@@ -278,7 +307,9 @@ class Shard:
         """Tell the readers of sessions that have no row any more, and forget them here too."""
         if not gone:
             return
-        last_ids = {one.session: max(one.base, one.read_to) for one in gone}
+        last_ids = {
+            one.session: max(EntryId.parse(one.base), EntryId.parse(one.read_to)) for one in gone
+        }
         told = self.partition.table.forget(last_ids)
         log.error("Redis has lost %d sessions; the readers of %d were told", len(gone), told)
         self.host.drop(gone)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import select
 import time
+from collections import deque
 from collections.abc import Callable
 
 from slotstream.endpoint import Endpoint
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 0.25
 """Signals are looked at between turns, so no sleep is longer."""
+_ROUNDS_ALOFT = 2
+"""Rounds under way at a time: while one runs, another is formed or published."""
 
 
 class NotHandedBack(RuntimeError):
@@ -59,10 +62,12 @@ class Worker:
             max_sessions=config.max_sessions or 4 * config.slots,
             max_frame_bytes=config.max_frame_bytes,
             finite=config.finite,
+            read_ahead=config.read_ahead,
         )
         self.shards: list[Shard] = []
         self.lease: Lease | None = None
-        self._flying: Flying | None = None
+        self._flying: deque[Flying] = deque()
+        self._readable: set[int] = set()
         self._agreed: AppConfig | None = None
 
     def prepare(self, progress: Callable[[int], None] = lambda _count: None) -> None:
@@ -116,21 +121,29 @@ class Worker:
         """
         if self.lease:
             self.lease.beat()
-        if formed := self.host.form(may_run=self._may_run):
-            self._flying = self.host.launch(formed)
-        self._each(Shard.publish)
-        self._sleep(busy=bool(formed))
-        self._each(Shard.poll)
-        self.collect()
+        self._look(0.0 if self._flying else self._rest_s())
+        self._each(self._receive)
+        formed = len(self._flying) < _ROUNDS_ALOFT and self._launch()
+        self._each(Shard.send)
+        if self._flying:
+            if not (formed and len(self._flying) < _ROUNDS_ALOFT and self.host.has_work):
+                self.collect()
         self.metrics.sessions.set(len(self.host))
         self.metrics.parked.set(self.host.rows.parked)
 
+    def _launch(self) -> bool:
+        """Form a round and launch it; whether there was one."""
+        quiet = not any(shard.publisher.in_doubt for shard in self.shards)
+        formed = self.host.form(may_run=self._may_run, quiet=quiet)
+        if formed:
+            self._flying.append(self.host.launch(formed))
+        return bool(formed)
+
     def collect(self) -> None:
-        """Wait for the round under way, if there is one."""
-        if self._flying is None:
+        """Wait for the oldest round under way, if there is one."""
+        if not self._flying:
             return
-        flying, self._flying = self._flying, None
-        frames = self.host.collect(flying)
+        frames = self.host.collect(self._flying.popleft())
         self.metrics.rounds.inc()
         self.metrics.frames.inc(frames)
         self.metrics.round_rows.observe(frames)
@@ -142,7 +155,8 @@ class Worker:
             NotHandedBack: a partition could not be reached for a whole lease of the drain; its
                 sessions are then taken by others.
         """
-        self.collect()
+        while self._flying:
+            self.collect()
         began = time.monotonic()
         for act in (Shard.hand_back, Shard.leave):
             waiting = list(self.shards)
@@ -201,13 +215,25 @@ class Worker:
 
         return self._guarded(shard, ask) and allowed
 
-    def _sleep(self, *, busy: bool) -> None:
-        """Sleep on the sockets where the news comes in, while there is nothing to do."""
-        if busy or self.host.has_work or any(shard.waits for shard in self.shards):
-            return
+    def _receive(self, shard: Shard) -> None:
+        shard.receive(self._readable)
+
+    def _look(self, timeout_s: float) -> None:
+        """Note which sockets have something to read; wait for the first as long as `timeout_s`."""
+        poll, numbers = select.poll(), []
+        for shard in self.shards:
+            if not shard.outage.on and shard.partition.connected:
+                for number in shard.partition.filenos:
+                    poll.register(number, select.POLLIN)
+                    numbers.append(number)
+        self._readable = {number for number, _ in poll.poll(1e3 * timeout_s)}
+
+    def _rest_s(self) -> float:
+        """How long to sleep on the sockets where news comes in, while there is nothing to do."""
+        if self.host.has_work or any(shard.waits for shard in self.shards):
+            return 0.0
         up = [shard for shard in self.shards if not shard.outage.on]
         waits = [shard.outage.wait_s for shard in self.shards if shard.outage.on]
         due = [shard.publisher.next_due_s() for shard in up]
         due += [shard.rests_s for shard in up if shard.rests_s]
-        inboxes = [shard.partition.inbox for shard in up]
-        select.select(inboxes, [], [], min([_LONGEST_SLEEP_S, *waits, *due]))
+        return min([_LONGEST_SLEEP_S, *waits, *due])

@@ -11,7 +11,7 @@ for ran in engine.finish(flight):              # waits, and only then changes th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,20 @@ from slotstream_worker.engine.pool import Pool, Session
 from slotstream_worker.engine.probe import Probe, candidates, probe
 
 
+_WORTH = 1.2
+"""How much dearer a row may be in a smaller launch that is preferred all the same."""
+
+
 @dataclass(frozen=True)
 class Ran:
-    """A launch that ran: its sessions, and their outputs `[sessions, frame, ...]` by name."""
+    """A launch that ran: its sessions, and their outputs `[sessions, frame, ...]` by name.
+
+    `positions`: where each of them stood in what `begin` was given.
+    """
 
     sessions: tuple[Session, ...]
     outputs: dict[str, np.ndarray[Any, Any]]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Failed:
 
     session: Session
     error: Exception
+    position: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Flight:
     """A round under way: one or more launches, none of which has changed the pool yet."""
 
     launches: tuple[Launched, ...]
+    positions: tuple[Sequence[int], ...]
 
 
 class Engine:
@@ -79,6 +89,18 @@ class Engine:
         return self.probed
 
     @property
+    def round_rows(self) -> int:
+        """Rows of a round that is worth having: more of them would run hardly faster a row.
+
+        Rounds of fewer rows than there are let one be formed and another be published while a
+        third runs.
+        """
+        if self._cover is None:
+            return self.pool.slots
+        each = {count: ms / count for count, ms in self._cover.cost_ms.items()}
+        return min(count for count, ms in each.items() if ms <= _WORTH * min(each.values()))
+
+    @property
     def row_counts(self) -> tuple[int, ...]:
         """The row counts in use; none before `prepare`."""
         return self.probed.row_counts if self.probed else ()
@@ -102,30 +124,32 @@ class Engine:
         has_state = self.pool.all_have_state(sessions)
         if from_rest:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
-        launches = []
+        parts: list[tuple[Launched, Sequence[int]]] = []
         if has_state.all() or not has_state.any():
-            self._launch(launches, list(sessions), frames, bool(has_state.all()))
+            self._launch(parts, sessions, frames, range(len(sessions)), bool(has_state[:1].all()))
         else:
             for state in (False, True):
-                part = np.flatnonzero(has_state == state)
-                self._launch(launches, [sessions[k] for k in part], frames[part], state)
-        return Flight(tuple(launches))
+                places = np.flatnonzero(has_state == state).tolist()
+                chosen = [sessions[k] for k in places]
+                self._launch(parts, chosen, frames[places], places, state)
+        return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
 
     def _launch(
         self,
-        launches: list[Launched],
-        sessions: list[Session],
+        parts: list[tuple[Launched, Sequence[int]]],
+        sessions: Sequence[Session],
         frames: np.ndarray[Any, Any],
+        positions: Sequence[int],
         has_state: bool,
     ) -> None:
         """Launch rows that are all at rest, or all hold state."""
         start = 0
         for count in self._cover.split(len(sessions)) if self._cover else ():
-            part = sessions[start : start + count]
-            plan = self.pool.plan(part, rows=count)
+            part = slice(start, start + count)
+            plan = self.pool.plan(sessions[part], rows=count)
             plan.has_state[:] = has_state
-            block = _block(frames[start : start + count], count)
-            launches.append(self.launcher.launch(self.pool, plan, block))
+            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count))
+            parts.append((launched, positions[part]))
             start += count
 
     def finish(self, flight: Flight) -> list[Ran]:
@@ -133,7 +157,10 @@ class Engine:
 
         Raises what a launch raised; then no row has changed, whichever launch it was.
         """
-        ran = [Ran(launched.plan.sessions, launched.wait()) for launched in flight.launches]
+        ran = [
+            Ran(launched.plan.sessions, launched.wait(), positions)
+            for launched, positions in zip(flight.launches, flight.positions, strict=True)
+        ]
         self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
         return ran
 
@@ -153,20 +180,28 @@ class Engine:
         frames: np.ndarray[Any, Any],
         *,
         from_rest: Collection[Session] = (),
+        positions: Sequence[int] | None = None,
     ) -> Iterable[Ran | Failed]:
         """Run a round that failed once more, halved until each failure stands alone.
 
-        Yields the launches that succeeded, and each session whose own frame raises twice.
+        Yields the launches that succeeded, and each session whose own frame raises twice;
+        `positions` are what they are called by in there (by default, places in `sessions`).
         """
+        places = range(len(sessions)) if positions is None else positions
+        if not len(sessions):
+            return
         try:
-            yield from self.run(sessions, frames, from_rest=from_rest)
+            for ran in self.run(sessions, frames, from_rest=from_rest):
+                yield replace(ran, positions=[places[k] for k in ran.positions])
         except Exception as error:
             if len(sessions) == 1:
-                yield Failed(sessions[0], error)
+                yield Failed(sessions[0], error, places[0])
                 return
             half = len(sessions) // 2
             for part in (slice(0, half), slice(half, None)):
-                yield from self.isolate(sessions[part], frames[part], from_rest=from_rest)
+                yield from self.isolate(
+                    sessions[part], frames[part], from_rest=from_rest, positions=places[part]
+                )
 
 
 def _block(frames: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:

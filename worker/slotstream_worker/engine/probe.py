@@ -28,6 +28,8 @@ FRAMES = 3
 """Frames each of them runs: one from rest and two that continue."""
 LADDER = 4
 """Ratio of one candidate row count to the next."""
+HALF = 128
+"""One more: half of what is often the best, so that one round can be formed while another runs."""
 TOP = 1024
 """The largest candidate on a CPU, where small launches are the faster ones."""
 _REPEATS = 5
@@ -70,12 +72,12 @@ class Probe:
 
 
 def candidates(slots: int, *, top: int = TOP) -> list[int]:
-    """Row counts worth measuring for a pool of `slots`: 1, 4, 16, ... and one that holds all."""
+    """Row counts worth measuring for a pool of `slots`: 1, 4, 16, ..., 128, one that holds all."""
     largest = min(1 << (slots - 1).bit_length(), top)
     counts = [1]
     while counts[-1] * LADDER < largest:
         counts.append(counts[-1] * LADDER)
-    return sorted({*counts, largest})
+    return sorted({*counts, largest, *([HALF] if largest > HALF else [])})
 
 
 def probe(

@@ -9,7 +9,7 @@ A row moves as its bytes, so it comes back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from slotstream_worker.engine.errors import PoolFull
 from slotstream_worker.engine.pool import Pool, Session
@@ -60,14 +60,20 @@ class Rows:
         if seated:
             self.pool.release(seated)
 
-    def seat(self, sessions: Sequence[Session]) -> None:
+    def seat(
+        self, sessions: Sequence[Session], busy: Callable[[Session], bool] = lambda _session: False
+    ) -> None:
         """Put the sessions' rows into slots; the least recently used of the others make room.
 
-        Not while a round is under way: its own rows could be the ones to go.
+        Args:
+            sessions: those of a round.
+            busy: which others must keep their slot, being in a round that is under way.
 
         Raises:
             PoolFull: more sessions than slots.
         """
+        if not self._parked:
+            return  # all are seated, and nobody will have to go for them
         if len(sessions) > self.pool.slots:
             raise PoolFull(f"{len(sessions)} rows are to be seated in {self.pool.slots} slots")
         for session in sessions:
@@ -75,18 +81,20 @@ class Rows:
                 del self._seated[session]
                 self._seated[session] = None
         coming = [session for session in sessions if session not in self._seated]
-        self._park(len(coming) - self.pool.free, set(sessions))
+        self._park(len(coming) - self.pool.free, set(sessions), busy)
         if coming:
             self.pool.admit(coming)
             self.pool.write({session: self._parked.pop(session) for session in coming})
             self._seated.update(dict.fromkeys(coming))
 
-    def _park(self, count: int, staying: set[Session]) -> None:
+    def _park(
+        self, count: int, staying: set[Session], busy: Callable[[Session], bool]
+    ) -> None:
         if count <= 0:
             return
         going: list[Session] = []
         for session in self._seated:
-            if session not in staying:
+            if session not in staying and not busy(session):
                 going.append(session)
                 if len(going) == count:
                     break

@@ -15,13 +15,21 @@ import redis
 from redis.exceptions import ResponseError
 
 from slotstream.ids import EntryId
-from slotstream.lines import Line
+from slotstream.lines import Arg, Line
 from slotstream.names import Keys
 
-Raw = tuple[EntryId, list[bytes]]
-"""An entry: its id, and its fields and values in turn."""
+Raw = list[Any]
+"""An entry as Redis gives it: its id (bytes), and the list of its fields and values in turn."""
 
-STREAMS_A_READ = 512
+_STREAMS_A_READ = 512
+_BYTES_A_READ = 2 * 2**20
+
+
+def streams_a_read(count: int, entry_bytes: int) -> int:
+    """How many streams one read names: it holds Redis while it copies, for about a millisecond."""
+    return max(1, min(_STREAMS_A_READ, _BYTES_A_READ // (count * max(entry_bytes, 1))))
+
+
 CONTROL_A_READ = "64"
 WAITING_A_READ = "127"
 
@@ -40,38 +48,38 @@ _CHANNEL = "__redis__:invalidate"
 class Inbox:
     """The `in` streams of one partition, and its control stream and queue.
 
-    Two connections: one reads (and is thereby tracked), one hears what has changed.
+    Two connections: one reads (and is thereby tracked), one hears what has changed. A read is
+    asked for and taken in later, when it has come.
     """
 
     def __init__(self, pool: redis.ConnectionPool, keys: Keys, worker: str) -> None:
         self.keys = keys
-        self._news = Line(pool)
-        listener = self._news.call("CLIENT", "ID")
-        self._news.call("SUBSCRIBE", _CHANNEL)
-        self._reader = Line(pool)
-        self._reader.call("CLIENT", "TRACKING", "ON", "REDIRECT", listener)
+        self.heard, self.reader = _tracking(pool)
         self._in = (keys.prefix + "in:").encode()
         self._pinged = False
         self._order_key = keys.order(worker)
+        self._asked: tuple[dict[str, bytes], int] | None = None
+        self._came: dict[str, list[Raw]] | None = None
         self.news = True
         """Whether control, the queue or the order to this worker may have changed."""
         self.changed: set[str] = set()
-        """Sessions whose stream may hold entries that have not been read."""
+        """Sessions whose stream has got new entries since it was last asked for."""
 
-    def listen(self, timeout_s: float) -> None:
+    def listen(self, timeout_s: float = 0.0, *, readable: bool = False) -> None:
         """Take in what Redis says has changed; waits up to `timeout_s` for the first news."""
-        while self._news.readable(timeout_s):
-            timeout_s = 0.0
-            message = self._news.receive()
-            if message[0] == b"pong":
-                self._pinged = False
-            elif message[0] == b"message":
+        while self.heard.ready(timeout_s, readable=readable):
+            timeout_s, readable = 0.0, False
+            message = self.heard.receive()
+            kind = message[0]
+            if kind == b"message":
                 # No list of keys: everything has changed (FLUSHALL, or the table overflowed).
                 if message[2] is None:
                     raise redis.ConnectionError("Redis was flushed; everything is read anew")
                 if isinstance(message[2], list):  # anything else is somebody's PUBLISH
                     for key in message[2]:
                         self._note(key)
+            elif kind == b"pong":
+                self._pinged = False
 
     def _note(self, key: bytes) -> None:
         if key.startswith(self._in):
@@ -93,47 +101,69 @@ class Inbox:
         entries = [(id_, _session(fields)) for id_, fields in control]
         return Queues(entries, [raw.decode() for raw in waiting], (order or b"").decode())
 
-    def read(self, positions: Mapping[str, EntryId], count: int) -> dict[str, list[Raw]]:
-        """Up to `count` entries behind each session's position; the streams are watched again.
+    @property
+    def asking(self) -> bool:
+        """Whether a read is under way, or has come and has not been taken in."""
+        return self._asked is not None or self.came
 
-        A stream that gave as many as it was asked for stays in `changed`: there may be more.
-        A key that is no stream gives nothing.
+    @property
+    def came(self) -> bool:
+        """Whether a read has come, while something else was waited for on its connection."""
+        return self._came is not None
+
+    def ask(self, positions: Mapping[str, bytes], count: int) -> None:
+        """Ask for up to `count` entries behind each session's position; `arrived` has them later.
+
+        One read at a time. The streams are watched again from when Redis reads them.
         """
-        found: dict[str, list[Raw]] = {}
-        sessions = list(positions)
-        for start in range(0, len(sessions), STREAMS_A_READ):
-            part = sessions[start : start + STREAMS_A_READ]
-            try:
-                found.update(self._xread(part, positions, count))
-            except ResponseError as error:
-                if not str(error).startswith("WRONGTYPE"):
-                    raise
-                # One key that is no stream would hide all the others.
-                for session in part:
-                    try:
-                        found.update(self._xread([session], positions, count))
-                    except ResponseError as error:
-                        if not str(error).startswith("WRONGTYPE"):
-                            raise
-                        continue
-        self.changed.difference_update(s for s in sessions if len(found.get(s, ())) < count)
-        return found
+        self.changed.difference_update(positions)
+        self.reader.send(*self._xread(positions, count))
+        self._asked = (dict(positions), count)
 
-    def _xread(
-        self, sessions: list[str], positions: Mapping[str, EntryId], count: int
-    ) -> dict[str, list[Raw]]:
-        answer = self._reader.call(
-            "XREAD",
-            "COUNT",
-            count,
-            "STREAMS",
-            *[self.keys.inbox(s) for s in sessions],
-            *[str(positions[s]) for s in sessions],
-        )
-        return {
-            key[len(self._in) :].decode(): [(EntryId.parse(i), fields) for i, fields in entries]
-            for key, entries in answer or ()
-        }
+    def arrived(self, *, readable: bool = False) -> dict[str, list[Raw]] | None:
+        """What has come of the read that was asked for; None while it has not come.
+
+        Sessions without a new entry are left out, and so is a key that is no stream.
+        """
+        if self._asked and self.reader.ready(readable=readable):
+            self._finish_read()
+        came = self._came
+        if came is not None:
+            self._came = None
+        return came
+
+    def _finish_read(self) -> None:
+        """Wait for the read under way, so that the next answer is that of the next command."""
+        if self._asked is None:
+            return
+        positions, count = self._asked
+        try:
+            came = self._parsed(self.reader.receive())
+            self._asked = None
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            self._asked = None
+            came = {}
+            # One key that is no stream would hide all the others.
+            for session, position in positions.items():
+                try:
+                    answer = self.reader.call(*self._xread({session: position}, count))
+                except ResponseError as error:
+                    if not str(error).startswith("WRONGTYPE"):
+                        raise
+                else:
+                    came.update(self._parsed(answer))
+        self._came = came
+
+    def _parsed(self, answer: Any) -> dict[str, list[Raw]]:
+        skip = len(self._in)
+        return {key[skip:].decode(): entries for key, entries in answer or ()}
+
+    def _xread(self, positions: Mapping[str, bytes], count: int) -> tuple[Arg, ...]:
+        prefix = self.keys.prefix + "in:"
+        streams = [prefix + session for session in positions]
+        return ("XREAD", "COUNT", count, "STREAMS", *streams, *positions.values())
 
     def between(self, ranges: Mapping[str, tuple[EntryId, EntryId]]) -> dict[str, list[Raw]]:
         """All entries of each session after the first id, up to and including the second."""
@@ -144,36 +174,51 @@ class Inbox:
             ],
             missing=[],
         )
-        return {
-            session: [(EntryId.parse(i), fields) for i, fields in answer]
-            for session, answer in zip(ranges, answers, strict=True)
-        }
+        return dict(zip(ranges, answers, strict=True))
 
     def check(self) -> None:
         """Ask the silent connection for a sign; raises where the last one never came."""
         if self._pinged:
             raise redis.ConnectionError("the connection that hears of changes has gone silent")
         self._pinged = True
-        self._news.send("PING")
-
-    def fileno(self) -> int:
-        """File descriptor of the connection that hears, for waiting on several."""
-        return self._news.fileno()
+        self.heard.send("PING")
 
     def close(self) -> None:
         """Close both connections."""
-        self._news.close()
-        self._reader.close()
+        self.heard.close()
+        self.reader.close()
 
     def _calls(self, commands: list[tuple[str, ...]], missing: Any = None) -> list[Any]:
         """Answers in order; `missing` for a key of another type, where it is given."""
-        answers = self._reader.calls(commands)
+        self._finish_read()
+        answers = self.reader.calls(commands)
         for k, answer in enumerate(answers):
             if isinstance(answer, Exception):
                 if missing is None or not str(answer).startswith("WRONGTYPE"):
                     raise answer
                 answers[k] = missing
         return answers
+
+
+def _tracking(pool: redis.ConnectionPool) -> tuple[Line, Line]:
+    """A connection that hears of every change to what the other one has read."""
+    heard = Line(pool)
+    try:
+        reader = Line(pool, read_bytes=2**20)
+        try:
+            listener = heard.call("CLIENT", "ID")
+            heard.call("SUBSCRIBE", _CHANNEL)
+            reader.call("CLIENT", "TRACKING", "ON", "REDIRECT", listener)
+        except BaseException:
+            reader.close()
+            raise
+    except BaseException as error:
+        heard.close()
+        if isinstance(error, ResponseError) and "redirect" in str(error):
+            # Cut off between the commands: a broken connection like any other.
+            raise redis.ConnectionError(f"the connection that hears is gone: {error}") from error
+        raise
+    return heard, reader
 
 
 def _session(fields: list[bytes]) -> str:

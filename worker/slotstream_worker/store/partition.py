@@ -23,19 +23,22 @@ class Partition:
         self.config = config
         self.keys = Keys(config.app, partition)
         self._endpoint = endpoint
-        self._open: tuple[Line, Inbox, SlotTable] | None = None
+        self._open: tuple[Line, Inbox, SlotTable, Line] | None = None
 
     def connect(self) -> None:
         """Open the connections, to whoever holds the partition now."""
         self.close()
         self._endpoint.forget()
         pool = self._endpoint.pool(self.keys.control)
-        line = Line(pool)
+        lines: list[Line] = []
         try:
+            lines = [Line(pool) for _ in range(2)]
             inbox = Inbox(pool, self.keys, self.config.worker)
         except BaseException:
-            line.close()
+            for opened in lines:
+                opened.close()
             raise
+        line, commits = lines
         table = SlotTable(
             line,
             self.keys,
@@ -45,13 +48,15 @@ class Partition:
             max_attempts=self.config.max_attempts,
             declares=self._endpoint.cluster,
         )
-        self._open = (line, inbox, table)
+        self._open = (line, inbox, table, commits)
 
     def close(self) -> None:
         """Close the connections."""
         if self._open:
-            self._open[0].close()
-            self._open[1].close()
+            line, inbox, _, commits = self._open
+            line.close()
+            inbox.close()
+            commits.close()
             self._open = None
 
     def refuse_eviction(self) -> None:
@@ -80,7 +85,7 @@ class Partition:
 
     @property
     def line(self) -> Line:
-        """The connection that scripts run on."""
+        """The connection of what is asked and answered at once."""
         return self._held()[0]
 
     @property
@@ -93,7 +98,17 @@ class Partition:
         """The slot table."""
         return self._held()[2]
 
-    def _held(self) -> tuple[Line, Inbox, SlotTable]:
+    @property
+    def commits(self) -> Line:
+        """The connection that commits go out on, whose answers are taken in later."""
+        return self._held()[3]
+
+    @property
+    def filenos(self) -> tuple[int, ...]:
+        """Sockets on which something may come without having been waited for."""
+        return (self.inbox.heard.fileno(), self.inbox.reader.fileno(), self.commits.fileno())
+
+    def _held(self) -> tuple[Line, Inbox, SlotTable, Line]:
         if self._open is None:
             raise RuntimeError("the partition is not connected; call connect() first")
         return self._open

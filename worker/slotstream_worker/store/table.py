@@ -10,14 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from redis.exceptions import NoScriptError
+
 from slotstream.ids import EntryId
 from slotstream.lines import Arg, Line
 from slotstream.names import Keys
+from slotstream_worker.store.commits import Answer, Batch, Checkpoint, Commit
 from slotstream_worker.store.luascripts import script
 
-SESSIONS_A_CALL = 128
-BYTES_A_CALL = 256 * 1024
-"""A script holds Redis while it runs; these keep one to a few milliseconds."""
+__all__ = ["Answer", "Checkpoint", "Commit", "Fence", "Row", "SlotTable", "Taken"]
+
 CLAIM_BYTES = 8 * 2**20
 SESSIONS_A_TAKE = 16
 
@@ -63,77 +65,6 @@ class Row:
             layout.decode(),
             state,
             int(attempts or 0),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One reply: the id of the entry it answers, and its fields in the order they are sent.
-
-    `effect` is False where the entry left the session's state as it was.
-    """
-
-    id: EntryId
-    fields: tuple[bytes | str, ...]
-    effect: bool = True
-
-    @property
-    def is_error(self) -> bool:
-        """Whether it says that the entry was not run."""
-        return self.fields[:1] == ("error",)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A session's state after the last of the answers it is committed with."""
-
-    state: bytes
-    layout: str
-    weights: str
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What is written of one session at once; `action` is ``""``, ``"handback"`` or ``"end"``."""
-
-    session: str
-    epoch: bytes
-    cuts: bytes
-    base: EntryId
-    answers: Sequence[Answer] = ()
-    checkpoint: Checkpoint | None = None
-    action: str = ""
-    reason: str = ""
-    mark: str = ""
-
-    def args(self) -> Iterator[Arg]:
-        """The script's arguments."""
-        yield from (
-            self.session,
-            self.epoch,
-            self.cuts,
-            str(self.base),
-            self.action,
-            self.reason,
-            self.mark,
-            len(self.answers),
-            1 if self.checkpoint else 0,
-        )
-        if self.checkpoint:
-            yield from (self.checkpoint.state, self.checkpoint.layout, self.checkpoint.weights)
-        for answer in self.answers:
-            yield from (
-                str(answer.id),
-                0 if answer.effect else 1,
-                len(answer.fields) // 2,
-                *answer.fields,
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """About how much Redis has to write."""
-        return (len(self.checkpoint.state) if self.checkpoint else 0) + sum(
-            len(value) for answer in self.answers for value in answer.fields
         )
 
 
@@ -206,14 +137,35 @@ class SlotTable:
             )
         return taken
 
-    def commit(self, commits: Sequence[Commit]) -> list[str]:
+    def commit(self, commits: Sequence[Commit], *, weights: str = "") -> list[str]:
         """Commit many sessions; for each `ok`, `applied`, `lost`, `full`, `refused` or `busy`."""
         results: list[str] = []
-        for batch in _batches(commits):
-            names = [commit.session for commit in batch]
-            args = [arg for commit in batch for arg in commit.args()]
-            results += [raw.decode() for raw in self._run("commit", names, self.worker, *args)]
+        batch = Batch(weights)
+        for k, commit in enumerate(commits):
+            batch.add(commit)
+            if batch.full or k == len(commits) - 1:
+                self.send_commits(batch, self.line)
+                unusual = batch.results(self.receive_commits(batch, self.line))
+                results += [unusual.get(n, "ok") for n in range(len(batch.sessions))]
+                batch = Batch(weights)
         return results
+
+    def send_commits(self, batch: Batch, line: Line, *, whole: bool = False) -> None:
+        """Send a batch; the line's next answer is for `Batch.results`.
+
+        That answer is `NoScriptError` where Redis does not know the script (any more); nothing was
+        carried out then, and the batch is sent again, `whole`.
+        """
+        keys, args = self._call(batch.sessions, (self.worker, batch.weights, *batch.args))
+        (line.send_whole if whole else line.send_script)(script("commit"), keys, args)
+
+    def receive_commits(self, batch: Batch, line: Line) -> Any:
+        """The answer to a batch that was the last thing sent."""
+        try:
+            return line.receive()
+        except NoScriptError:
+            self.send_commits(batch, line, whole=True)
+            return line.receive()
 
     def begin_trial(self, session: str, epoch: bytes, cuts: bytes) -> bool:
         """Say that a suspect is about to run alone; False where its row is not what was claimed."""
@@ -261,11 +213,17 @@ class SlotTable:
         return found
 
     def _run(self, name: str, sessions: Iterable[str], *args: Arg, also: Sequence[str] = ()) -> Any:
+        return self.line.script(script(name), *self._call(sessions, args, also))
+
+    def _call(
+        self, sessions: Iterable[str], args: Iterable[Arg], also: Sequence[str] = ()
+    ) -> tuple[list[Arg], list[Arg]]:
+        """Keys and arguments of a script's call."""
         keys: list[Arg] = [self.keys.control]
         if self._declares:
             keys += self.keys.shared(self.worker, *also)
             keys += [key for session in sessions for key in self.keys.of(session)]
-        return self.line.script(script(name), keys, [*self._common, *args])
+        return keys, [*self._common, *args]
 
 
 def _counts(taken: Taken) -> tuple[int, int, int]:
@@ -275,18 +233,3 @@ def _counts(taken: Taken) -> tuple[int, int, int]:
 def _parts(items: list[str], size: int) -> Iterator[list[str]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def _batches(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
-    """Commits in calls that are few enough, and small enough, not to hold Redis for long."""
-    batch: list[Commit] = []
-    nbytes = 0
-    for commit in commits:
-        size = commit.nbytes
-        if batch and (len(batch) == SESSIONS_A_CALL or nbytes + size > BYTES_A_CALL):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(commit)
-        nbytes += size
-    if batch:
-        yield batch

@@ -2,16 +2,30 @@
 -- Fenced by owner, epoch, cuts and the `done` built on; safe to repeat. Nothing of a session is
 -- written before all of it is checked, and one that fails does not touch the next.
 --
--- ARGV[5] worker, then for each session
---   session epoch cuts base action reason mark n checkpoint
+-- ARGV[5] worker   ARGV[6] weights; then for each session
+--   session epoch cuts base n, and
+--   n > 0: n outputs, each an id and the encoded output, all made with these weights. The usual
+--     commit, and nothing else: no checkpoint, no action.
+--   n = 0: action reason mark checkpoint answers
 --     action: '' | 'handback' | 'end' (then reason, and the close mark that was reached, or '')
 --     checkpoint: '1', then state layout weights; or '0'
---   n answers: id, '1' where it had no effect on the state, number of fields, field value ...
+--     answers: how many; each an id, '1' where it had no effect on the state, number of fields,
+--       field value ...
 --
--- Returns for each session: ok | applied (the retry of a commit that was carried out) | lost |
--- full (ok, and its replies wait for their reader) | refused (`out` holds a later id already) |
--- busy (an idle session was to end, and an entry has come).
-local worker = ARGV[5]
+-- Returns the sessions, counted from 1, that are not simply `ok`, each followed by what became of
+-- it: applied (the retry of a commit that was carried out) | lost | full (ok, and its replies wait
+-- for their reader) | refused (`out` holds a later id already) | busy (an idle session was to end,
+-- and an entry has come).
+local worker, served = ARGV[5], ARGV[6]
+
+-- Whether the first reply of a commit was refused, and not by a condition of Redis's own. Ids rise
+-- within a commit, so only the first can be, and nothing is written yet: `out` holds a later id, or
+-- the last there is, or is no stream.
+local function refuses(added)
+  return string.find(added.err, 'equal or smaller', 1, true)
+      or string.find(added.err, 'exhausted', 1, true)
+      or string.find(added.err, 'WRONGTYPE', 1, true)
+end
 
 local function commit(session, epoch, cuts, base, action, reason, mark, state, layout, weights,
                       answers)
@@ -43,26 +57,19 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
   for i, answer in ipairs(answers) do
     local added
     if row.replies == 'wait' then
-      added = redis.pcall('XADD', outbox, answer.id, unpack(ARGV, answer.from, answer.to))
+      added = redis.pcall('XADD', outbox, answer.id, unpack(answer.fields))
     else
       added = redis.pcall('XADD', outbox, 'MAXLEN', '~', retention, answer.id,
-                          unpack(ARGV, answer.from, answer.to))
+                          unpack(answer.fields))
     end
     if type(added) == 'table' then
-      -- Ids rise within a commit, so only the first can be refused, and nothing is written yet:
-      -- `out` holds a later id, or the last there is, or is no stream. Anything else is Redis's
-      -- own condition.
-      if i == 1 and (string.find(added.err, 'equal or smaller', 1, true)
-                     or string.find(added.err, 'exhausted', 1, true)
-                     or string.find(added.err, 'WRONGTYPE', 1, true)) then
-        return 'refused'
-      end
+      if i == 1 and refuses(added) then return 'refused' end
       return redis.error_reply(added.err)
     end
     if answer.skipped then skipped[#skipped + 1] = answer.id end
   end
   if ending then
-    finish(session, row, reason, ending.id, {unpack(ARGV, ending.from, ending.to)}, mark)
+    finish(session, row, reason, ending.id, ending.fields, mark)
     return 'ok'
   end
   if action == 'end' then
@@ -95,26 +102,71 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
   return 'ok'
 end
 
-local results, i = {}, 6
-while i <= #ARGV do
-  local session, epoch, cuts, base = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local action, reason, mark = ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]
-  local count, checkpoint = tonumber(ARGV[i + 7]), ARGV[i + 8] == '1'
-  i = i + 9
-  local state, layout, weights
-  if checkpoint then
-    state, layout, weights = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-    i = i + 3
+-- The usual commit, in three commands; whatever is unusual about its row goes the long way.
+-- `from` is the place of the first id in ARGV.
+local function publish(session, epoch, cuts, base, from, n)
+  local slot, outbox = prefix .. 'slot:' .. session, prefix .. 'out:' .. session
+  local row = redis.pcall('HMGET', slot, 'status', 'owner', 'epoch', 'cuts', 'done', 'count',
+                          'replies', 'attempts', 'trial')
+  if not row.err and row[1] == 'live' and row[2] == worker and row[3] == epoch
+      and (row[4] or '0') == cuts and (row[5] or '0-0') == base and (row[7] or '') == ''
+      and (row[8] or '0') == '0' and (row[9] or '0') == '0' then
+    local last = from + 2 * n - 2
+    for at = from, last, 2 do
+      local added
+      if at == last then
+        added = redis.pcall('XADD', outbox, 'MAXLEN', '~', retention, ARGV[at],
+                            'output', ARGV[at + 1], 'weights', served)
+      else
+        added = redis.pcall('XADD', outbox, ARGV[at], 'output', ARGV[at + 1], 'weights', served)
+      end
+      if type(added) == 'table' then
+        if at == from and refuses(added) then return 'refused' end
+        return redis.error_reply(added.err)
+      end
+    end
+    redis.call('HSET', slot, 'done', ARGV[last], 'count', string.format('%.0f', (row[6] or 0) + n))
+    return 'ok'
   end
   local answers = {}
-  for n = 1, count do
-    local fields = tonumber(ARGV[i + 2])
-    answers[n] = {id = ARGV[i], skipped = ARGV[i + 1] == '1', from = i + 3, to = i + 2 + 2 * fields}
-    i = i + 3 + 2 * fields
+  for k = 1, n do
+    local at = from + 2 * k - 2
+    answers[k] = {id = ARGV[at], fields = {'output', ARGV[at + 1], 'weights', served}}
   end
-  local result = commit(session, epoch, cuts, base, action, reason, mark, state, layout, weights,
-                        answers)
+  return commit(session, epoch, cuts, base, '', '', '', nil, nil, nil, answers)
+end
+
+local results, i, number = {}, 7, 0
+while i <= #ARGV do
+  local session, epoch, cuts, base = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
+  local n, result = tonumber(ARGV[i + 4]), nil
+  number, i = number + 1, i + 5
+  if n > 0 then
+    result = publish(session, epoch, cuts, base, i, n)
+    i = i + 2 * n
+  else
+    local action, reason, mark, checkpoint = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3] == '1'
+    i = i + 4
+    local state, layout, weights
+    if checkpoint then
+      state, layout, weights = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+      i = i + 3
+    end
+    local answers, count = {}, tonumber(ARGV[i])
+    i = i + 1
+    for k = 1, count do
+      local fields = tonumber(ARGV[i + 2])
+      answers[k] = {id = ARGV[i], skipped = ARGV[i + 1] == '1',
+                    fields = {unpack(ARGV, i + 3, i + 2 + 2 * fields)}}
+      i = i + 3 + 2 * fields
+    end
+    result = commit(session, epoch, cuts, base, action, reason, mark, state, layout, weights,
+                    answers)
+  end
   if type(result) == 'table' then return result end
-  results[#results + 1] = result
+  if result ~= 'ok' then
+    results[#results + 1] = number
+    results[#results + 1] = result
+  end
 end
 return results
