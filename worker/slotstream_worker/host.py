@@ -16,6 +16,7 @@ from time import monotonic
 import numpy as np
 
 from slotstream.codec import FrameCodec
+from slotstream_worker.engine import catchup
 from slotstream_worker.engine.engine import Engine, Failed, Flight, Ran
 from slotstream_worker.engine.pool import Session
 from slotstream_worker.engine.rows import Rows
@@ -37,12 +38,14 @@ class Round:
 
     `hosted`, `ids` and `raws` stand side by side: sessions, and the id and encoded frame of the
     entry of each that runs. `entries` holds those among them, by place, that say more than a frame.
+    With a `depth` of more than 1, `ids` and `raws` hold so many entries of each session in turn.
     """
 
     hosted: list[Hosted] = field(default_factory=list)
     ids: list[bytes] = field(default_factory=list)
     raws: list[bytes] = field(default_factory=list)
     entries: dict[int, Entry] = field(default_factory=dict)
+    depth: int = 1
     plain: list[tuple[Hosted, Entry]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -184,6 +187,7 @@ class Host:
             raw for raw, entry in entries if entry.id not in skipped and not entry.error
         )
         hosted.unsettled = len(hosted.queue)
+        hosted.even = all(len(fields) == 2 and fields[0] == b"frame" for _, fields in hosted.queue)
         self._list(hosted)
 
     def drop(self, dropped: Iterable[Hosted]) -> None:
@@ -264,6 +268,7 @@ class Host:
                     self.finish(hosted, "end", "close", entry.id.decode())
                     return
                 hosted.queue.append(raw)
+            hosted.even = False
         else:
             hosted.queue.extend(raws)
         if hosted.more and len(hosted.queue) <= self.low_water:
@@ -324,8 +329,12 @@ class Host:
         return formed
 
     def _together(self) -> Round:
-        formed, ready = Round(), self._ready
-        limit = min(self.engine.round_rows, self.engine.pool.slots - self._in_flight)
+        ready = self._ready
+        room = self.engine.pool.slots - self._in_flight
+        formed = self._far(min(self.engine.catch_up_rows, room))
+        if formed:
+            return formed
+        limit = min(self.engine.round_rows, room)
         for _ in range(len(ready)):
             if len(formed.hosted) >= limit:
                 break
@@ -335,10 +344,47 @@ class Host:
                 self._add(formed, hosted)
         return formed
 
+    def _far(self, limit: int) -> Round:
+        """Several frames each of sessions that have them waiting, where those would fill a launch.
+
+        Empty where they would not, or where too few at the front of the line have so many.
+        """
+        depth, formed = catchup.FRAMES, Round(depth=catchup.FRAMES)
+        if len(self._ready) < limit or not self.engine.catch_up_rows:
+            return Round()
+        chosen: list[Hosted] = []
+        for hosted in self._ready:
+            if (
+                len(hosted.queue) >= depth
+                and hosted.even
+                and hosted.runnable
+                and not hosted.gone
+                and self.rows.has_state(hosted.session)
+            ):
+                chosen.append(hosted)
+                if len(chosen) == limit:
+                    break
+        if not chosen or 2 * len(chosen) < self.engine.catch_up_rows:
+            return Round()
+        for hosted in chosen:
+            hosted.listed, hosted.in_flight = False, True
+            for _ in range(depth):
+                id_, fields = hosted.queue.popleft()
+                formed.ids.append(id_)
+                formed.raws.append(fields[1])
+            if hosted.more and len(hosted.queue) <= self.low_water:
+                self.hungry(hosted.partition)[hosted.session] = hosted
+        formed.hosted = chosen
+        taken = set(chosen)
+        self._ready = deque(hosted for hosted in self._ready if hosted not in taken)
+        return formed
+
     def _add(self, formed: Round, hosted: Hosted) -> None:
         """Take the session's oldest entry into a round."""
         id_, fields = hosted.queue.popleft()
         hosted.in_flight = True
+        if not hosted.queue:
+            hosted.even = True
         if hosted.more and len(hosted.queue) <= self.low_water:
             self.hungry(hosted.partition)[hosted.session] = hosted
         if len(fields) == 2 and fields[0] == b"frame":
@@ -364,6 +410,8 @@ class Host:
         if not formed.hosted:
             return Flying(formed, [], np.empty(0), set(), None)
         frames, others = self.reader.frames_of(formed.raws)
+        if formed.depth > 1:
+            return self._launch_far(formed, frames, others)
         if others:
             frames = self._sort_out(formed, frames, others)
         names = [hosted.session for hosted in formed.hosted]
@@ -378,6 +426,34 @@ class Host:
             log.exception("a round of %d frames could not be launched", len(names))
             return flying  # `collect` runs it again, halved until each failure stands alone
         return Flying(formed, names, frames, from_rest, flight)
+
+    def _launch_far(self, formed: Round, frames: Frames, others: Sequence[int]) -> Flying:
+        if others:
+            self._one_by_one(formed)
+            return Flying(formed, [], frames, set(), None)
+        names = [hosted.session for hosted in formed.hosted]
+        try:
+            self.rows.seat(names, self._busy)
+            shape = (len(names), formed.depth, *self.frames.shape)
+            flight = self.engine.begin_far(names, frames.reshape(shape))
+        except Exception:
+            log.exception("a round of %d sessions could not be launched", len(names))
+            self._one_by_one(formed)
+            return Flying(formed, [], frames, set(), None)
+        return Flying(formed, names, frames, set(), flight)
+
+    def _one_by_one(self, formed: Round) -> None:
+        """Put the entries of a round back; they run a frame at a time, where each can fail alone."""
+        for k, hosted in reversed(list(enumerate(formed.hosted))):
+            part = slice(k * formed.depth, (k + 1) * formed.depth)
+            raws = zip(formed.ids[part], formed.raws[part], strict=True)
+            hosted.queue.extendleft(reversed([[id_, [b"frame", raw]] for id_, raw in raws]))
+            hosted.in_flight = hosted.even = False
+            if not hosted.gone and hosted.runnable and not hosted.listed:
+                hosted.listed = True
+                self._ready.appendleft(hosted)
+        self._in_flight -= len(formed.hosted)
+        formed.hosted = []
 
     def _busy(self, session: Session) -> bool:
         hosted = self.hosted.get(str(session))
@@ -417,7 +493,7 @@ class Host:
         for hosted, entry in formed.plain:
             self._plain(hosted, entry)
         self._in_flight -= len(formed.hosted) + len(formed.plain)
-        return len(formed.hosted)
+        return len(formed.hosted) * formed.depth
 
     def _outcomes(self, flying: Flying) -> Iterable[Ran | Failed]:
         """What each launch gave, or each frame that raised when it ran alone."""
@@ -425,7 +501,10 @@ class Host:
             try:
                 return self.engine.finish(flying.flight)
             except Exception:
-                log.exception("a round of %d frames failed; it is run again", len(flying.names))
+                log.exception("a round of %d sessions failed; it is run again", len(flying.names))
+            if flying.round.depth > 1:
+                self._one_by_one(flying.round)
+                return ()
         if not flying.names:
             return ()
         keep = [k for k, hosted in enumerate(flying.round.hosted) if not hosted.gone]
@@ -436,6 +515,9 @@ class Host:
 
     def _ran(self, formed: Round, ran: Ran) -> None:
         now = monotonic()
+        if formed.depth > 1:
+            self._ran_far(formed, ran, now)
+            return
         outputs = self.writer.outputs(ran.outputs)
         for k, output in zip(ran.positions, outputs, strict=True):
             hosted = formed.hosted[k]
@@ -453,6 +535,30 @@ class Host:
             self._acting[hosted.partition][hosted.session] = hosted
             if hosted.queue:
                 self._list(hosted)
+
+    def _ran_far(self, formed: Round, ran: Ran, now: float) -> None:
+        depth = formed.depth
+        outputs = self.writer.outputs(
+            {
+                name: array.reshape(len(array) * depth, *array.shape[2:])
+                for name, array in ran.outputs.items()
+            }
+        )
+        answers = list(zip(formed.ids, outputs, strict=True))
+        for k, hosted in enumerate(formed.hosted):
+            if hosted.gone:
+                continue
+            start = k * depth
+            replayed = min(hosted.unsettled, depth)
+            hosted.unsettled -= replayed
+            hosted.in_flight = False
+            if replayed < depth:
+                if hosted.attempts:
+                    self._cleared(hosted)
+                hosted.active_at = now
+                hosted.answers += answers[start + replayed : start + depth]
+                self._acting[hosted.partition][hosted.session] = hosted
+            self._list(hosted)
 
     def _failed(self, formed: Round, k: int, error: Exception) -> None:
         hosted = formed.hosted[k]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slotstream_worker.engine import catchup
 from slotstream_worker.engine.cover import Cover
 from slotstream_worker.engine.launch import Launched, Launcher
 from slotstream_worker.engine.model import StreamModel
@@ -65,6 +66,8 @@ class Engine:
         self.launcher = Launcher(model)
         self.probed: Probe | None = None
         self._cover: Cover | None = None
+        self.catch_up_rows = 0
+        """Sessions that one launch may take several frames of; 0 where it would round otherwise."""
 
     def prepare(
         self,
@@ -86,6 +89,8 @@ class Engine:
         # After the probe: rows that launches made may be bound to a device, which is compiled anew.
         self.pool.warm()
         self._cover = self.probed.cover
+        rows = self.round_rows
+        self.catch_up_rows = rows if catchup.agrees(self.launcher, self.pool, rows) else 0
         return self.probed
 
     @property
@@ -133,6 +138,21 @@ class Engine:
                 chosen = [sessions[k] for k in places]
                 self._launch(parts, chosen, frames[places], places, state)
         return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
+
+    def begin_far(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any]) -> Flight:
+        """Launch several frames of each session at once, with the bits of one after another.
+
+        Args:
+            sessions: `catch_up_rows` at most, each named once; they hold slots and have left rest.
+            frames: `[sessions, catchup.FRAMES, frame, *sample_shape]`.
+
+        Returns:
+            A flight whose outputs are `[sessions, catchup.FRAMES, frame, ...]`.
+        """
+        rows = self.catch_up_rows
+        plan = self.pool.plan(sessions, rows=rows)
+        launched = self.launcher.launch_far(self.pool, plan, _block(frames, rows))
+        return Flight((launched,), (range(len(sessions)),))
 
     def _launch(
         self,

@@ -57,7 +57,19 @@ class Launcher:
             outputs, state = model.apply(variables, state, jnp.moveaxis(frames, 0, 1))
             return _rows_first(outputs), spec.from_model(state)
 
+        def advance_far(
+            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
+        ) -> tuple[Outputs, Rows]:
+            def step(state: Any, frame: jax.Array) -> tuple[Any, Outputs]:
+                outputs, state = model.apply(variables, state, jnp.moveaxis(frame, 0, 1))
+                return state, _rows_first(outputs)
+
+            state = spec.to_model([gather_rows(array, indices) for array in arrays])
+            state, outputs = jax.lax.scan(step, state, jnp.moveaxis(frames, 1, 0))
+            return _rows_first(outputs), spec.from_model(state)
+
         self._begin, self._advance = jax.jit(begin), jax.jit(advance)
+        self._advance_far = jax.jit(advance_far)
 
     def launch(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
         """Run one launch; returns at once where the device computes in the background.
@@ -73,6 +85,19 @@ class Launcher:
             )
         else:
             outputs, rows = self._begin(self.model.variables, frames)
+        return Launched(plan, outputs, rows)
+
+    def launch_far(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
+        """Run several frames of each row in one launch.
+
+        Args:
+            pool: where the rows lie.
+            plan: all of its real rows hold state.
+            frames: `[rows, frames, frame, *sample_shape]`; outputs are `[rows, frames, frame, ...]`.
+        """
+        outputs, rows = self._advance_far(
+            self.model.variables, pool.arrays, plan.slot_indices, frames
+        )
         return Launched(plan, outputs, rows)
 
 

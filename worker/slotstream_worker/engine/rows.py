@@ -34,6 +34,12 @@ class Rows:
         """Sessions whose row is in host memory."""
         return len(self._parked)
 
+    def has_state(self, session: Session) -> bool:
+        """Whether a session has left rest."""
+        return self.pool.has_state(session) if session in self._seated else bool(
+            self._parked[session]
+        )  # fmt: skip
+
     def hold(self, rows: Mapping[str, bytes]) -> None:
         """Take sessions in with their rows (no bytes: at rest); they take a slot when they run.
 
