@@ -35,6 +35,11 @@ class Script:
         return hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324 (Redis's own choice)
 
 
+def _packed(command: tuple[Arg, ...]) -> bytes:
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # it takes any mixture
+    return packed
+
+
 class Line:
     """One connection. Raises `redis.ConnectionError` or `TimeoutError` once broken, for good.
 
@@ -66,11 +71,11 @@ class Line:
 
     def send(self, *command: Arg) -> None:
         """Send one command; its answer is read by `receive`, in order."""
-        self._send(hiredis.pack_command(command))
+        self._send(_packed(command))
 
     def send_all(self, commands: Iterable[Sequence[Arg]]) -> None:
         """Send many commands at once; each has its answer, in order."""
-        self._send(b"".join([hiredis.pack_command(tuple(command)) for command in commands]))
+        self._send(b"".join([_packed(tuple(command)) for command in commands]))
 
     def _send(self, packed: bytes) -> None:
         if self._broken:
@@ -137,7 +142,7 @@ class Line:
             raise redis.ConnectionError(f"reading from Redis: {error}") from error
         if not count:
             raise redis.ConnectionError("Redis has closed the connection")
-        self._reader.feed(self._buffer, 0, count)
+        self._reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # any buffer
 
     def _unread(self) -> bool:
         """Whether TLS holds bytes that the socket does not show any more."""

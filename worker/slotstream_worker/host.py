@@ -290,10 +290,10 @@ class Host:
             may_run: asked before a suspect is tried.
             quiet: nothing is on its way to Redis, so that a suspect may be tried.
         """
-        if self._trial and not self._on_trial(self._trial):
-            if self._trial.gone or not self._trial.in_flight:
-                self._trial = None
-                self._publish_first = True
+        tried = self._trial
+        if tried and not self._on_trial(tried) and (tried.gone or not tried.in_flight):
+            self._trial = None
+            self._publish_first = True
         calm = quiet and not self._in_flight and not any(self._acting.values())
         if self._publish_first or self._trial:
             if not calm:
@@ -443,7 +443,7 @@ class Host:
         return Flying(formed, names, frames, set(), flight)
 
     def _one_by_one(self, formed: Round) -> None:
-        """Put the entries of a round back; they run a frame at a time, where each can fail alone."""
+        """Put a round's entries back; they run a frame at a time, where each can fail alone."""
         for k, hosted in reversed(list(enumerate(formed.hosted))):
             part = slice(k * formed.depth, (k + 1) * formed.depth)
             raws = zip(formed.ids[part], formed.raws[part], strict=True)
@@ -478,8 +478,9 @@ class Host:
         formed.entries = {
             new: formed.entries[k] for new, k in enumerate(keep) if k in formed.entries
         }
-        for side in (formed.hosted, formed.ids, formed.raws):
-            side[:] = [side[k] for k in keep]
+        formed.hosted = [formed.hosted[k] for k in keep]
+        formed.ids = [formed.ids[k] for k in keep]
+        formed.raws = [formed.raws[k] for k in keep]
         return frames[keep]
 
     def collect(self, flying: Flying) -> int:

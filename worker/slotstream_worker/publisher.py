@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from redis.exceptions import NoScriptError
 
@@ -201,9 +202,8 @@ class Publisher:
         for hosted in (*acting.values(), *(h for h in saved if h.session not in acting)):
             answers = hosted.answers
             if answers and hosted.usual and not hosted.action and hosted not in saved:
-                sent.batch.add_outputs(
-                    hosted.session, hosted.epoch, hosted.cuts, hosted.base, answers
-                )
+                fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
+                sent.batch.add_outputs(*fence, cast("list[Output]", answers))
                 sent.commits.append((hosted, answers, None))
             elif _acts(hosted) or hosted in saved:
                 commit = self._commit(hosted, saved.get(hosted))
@@ -225,13 +225,16 @@ class Publisher:
         """Sessions whose checkpoint is due, the oldest first; those handed back always are."""
         before = time.monotonic() - (0.0 if everything else self.config.checkpoint_interval_s)
         due: dict[str, Hosted] = {}
-        for session, (since, hosted) in list(self._dirty.items()):
+        gone = []
+        for session, (since, hosted) in self._dirty.items():
             if hosted.gone:
-                del self._dirty[session]
+                gone.append(session)
             elif since > before:
                 break
             else:
                 due[session] = hosted
+        for session in gone:
+            del self._dirty[session]
         due.update(
             (s, h)
             for s, h in self._acting.items()

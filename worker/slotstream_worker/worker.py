@@ -125,9 +125,8 @@ class Worker:
         self._each(self._receive)
         formed = len(self._flying) < _ROUNDS_ALOFT and self._launch()
         self._each(Shard.send)
-        if self._flying:
-            if not (formed and len(self._flying) < _ROUNDS_ALOFT and self.host.has_work):
-                self.collect()
+        if not (formed and len(self._flying) < _ROUNDS_ALOFT and self.host.has_work):
+            self.collect()
         self.metrics.sessions.set(len(self.host))
         self.metrics.parked.set(self.host.rows.parked)
 

@@ -23,7 +23,6 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Pool, Session
 from slotstream_worker.engine.probe import Probe, candidates, probe
 
-
 _WORTH = 1.2
 """How much dearer a row may be in a smaller launch that is preferred all the same."""
 

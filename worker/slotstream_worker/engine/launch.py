@@ -93,7 +93,7 @@ class Launcher:
         Args:
             pool: where the rows lie.
             plan: all of its real rows hold state.
-            frames: `[rows, frames, frame, *sample_shape]`; outputs are `[rows, frames, frame, ...]`.
+            frames: `[rows, frames, frame, *sample_shape]`; so are the outputs.
         """
         outputs, rows = self._advance_far(
             self.model.variables, pool.arrays, plan.slot_indices, frames

@@ -93,9 +93,7 @@ class Rows:
             self.pool.write({session: self._parked.pop(session) for session in coming})
             self._seated.update(dict.fromkeys(coming))
 
-    def _park(
-        self, count: int, staying: set[Session], busy: Callable[[Session], bool]
-    ) -> None:
+    def _park(self, count: int, staying: set[Session], busy: Callable[[Session], bool]) -> None:
         if count <= 0:
             return
         going: list[Session] = []
