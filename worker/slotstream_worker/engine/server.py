@@ -98,6 +98,7 @@ class StreamServer:
         self.engine = Engine(self.model, slots)
         self.engine.prepare(row_counts)
         self.pending: dict[int, collections.deque[Waiting]] = {}
+        self._waiting: dict[int, None] = {}  # sessions with frames: a step looks at no others
         self._next = 0
 
     @property
@@ -132,6 +133,7 @@ class StreamServer:
         self._check(session)
         for _, future in self.pending.pop(session):
             future.cancel()
+        self._waiting.pop(session, None)
         self.engine.pool.release([session])
 
     def submit(self, session: int, frame: Any) -> Future[Any]:
@@ -152,52 +154,72 @@ class StreamServer:
         array = np.asarray(frame)
         if array.shape != self.model.frame_shape:
             raise ValueError(f"a frame is {self.model.frame_shape}, got {array.shape}")
-        if not np.can_cast(array.dtype, self.model.dtype, "same_kind"):
-            raise ValueError(
-                f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
-                "to it without loss of kind"
-            )
+        if array.dtype != self.model.dtype:
+            if not np.can_cast(array.dtype, self.model.dtype, "same_kind"):
+                raise ValueError(
+                    f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
+                    "to it without loss of kind"
+                )
         future: Future[Any] = Future()
         # A copy: the caller may use its buffer for the next frame before this one runs.
-        self.pending[session].append((np.array(array, self.model.dtype), future))
+        self.pending[session].append((np.array(array, self.model.dtype, order="C"), future))
+        self._waiting[session] = None
         return future
 
     def step(self) -> int:
         """Run the oldest waiting frame of every session that has one; returns how many ran."""
-        taken = {
-            session: frame
-            for session in self.pending
-            if (frame := self._claim(session)) is not None
-        }
-        if not taken:
+        sessions: list[int] = []
+        frames: list[np.ndarray[Any, Any]] = []
+        futures: list[Future[Any]] = []
+        for session in list(self._waiting):
+            if claimed := self._claim(session):
+                sessions.append(session)
+                frames.append(claimed[0])
+                futures.append(claimed[1])
+        if not sessions:
             return 0
         try:
-            ran = self.engine.run(list(taken), np.stack([frame for frame, _ in taken.values()]))
+            ran = self.engine.run(sessions, self._stack(frames))
         except BaseException as error:
-            for _, future in taken.values():
+            for future in futures:
                 future.set_exception(error)
             raise
         for launch in ran:
-            for k, session in enumerate(launch.sessions):
-                future = taken[session][1]  # type: ignore[index]
+            if self.model.single:
                 # Copies, so that a result kept does not keep its whole round alive.
-                row = {name: array[k].copy() for name, array in launch.outputs.items()}
-                future.set_result(row["output"] if self.model.single else row)
-        return len(taken)
+                for k, row in zip(launch.positions, launch.outputs["output"], strict=True):
+                    futures[k].set_result(row.copy())
+                continue
+            for n, k in enumerate(launch.positions):
+                futures[k].set_result(
+                    {name: array[n].copy() for name, array in launch.outputs.items()}
+                )
+        return len(sessions)
 
     def run(self) -> None:
         """Step until no frame waits."""
         while self.step():
             pass
 
+    def _stack(self, frames: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """Frames `[frames, frame, *sample_shape]`; joined as bytes, which takes half the time."""
+        if self.model.dtype.kind == "V":  # a dtype of an extension has no bytes to join
+            return np.stack(frames)
+        joined = b"".join(frames)  # type: ignore[arg-type]  # an array is a buffer
+        return np.frombuffer(joined, self.model.dtype).reshape(
+            len(frames), *self.model.frame_shape
+        )
+
     def _claim(self, session: int) -> Waiting | None:
         """The session's oldest frame whose future is not cancelled, now running."""
-        queue = self.pending[session]
-        while queue:
+        queue, claimed = self.pending[session], None
+        while queue and claimed is None:
             frame, future = queue.popleft()
             if future.set_running_or_notify_cancel():
-                return frame, future
-        return None
+                claimed = frame, future
+        if not queue:
+            del self._waiting[session]
+        return claimed
 
     def _check(self, session: int) -> None:
         if session not in self.pending:
