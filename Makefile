@@ -1,7 +1,8 @@
 # Every target does its own set-up: a fresh machine needs Python 3.11 (or later) and make.
 #   make demo    a real Redis, a worker, 370 recorded streams, a crash in the middle
 #   make test    the whole suite        make lint    ruff and mypy
-#   make bench   the measurements       make train   the demo's network, from its data
+#   make bench   the measurements (bench-peers, bench-gpu: see benchmarks/README.md)
+#   make train   the demo's network, from its data
 #   make chaos   faults by the hundred, every reply compared
 # PYTHON=... chooses an interpreter; without it the first of these that really runs is taken
 # (a version manager's stand-in for a Python that is not installed does not).
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: demo test lint format chaos bench train clean
+.PHONY: demo test lint format chaos bench bench-peers bench-gpu train clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -43,6 +44,14 @@ chaos: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# What the benchmarks measure against, where it can be had: sparx, from Python 3.12 on.
+bench-peers: $(STAMP)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { echo "sparx needs Python 3.12; remove $(VENV) and say PYTHON=python3.12"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check sparxml
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 train: $(STAMP)
 	$(BIN)/python -m slotstream_worker.demo.train $(ARGS)

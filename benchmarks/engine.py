@@ -1,84 +1,94 @@
-"""The engine alone: what occupancy costs, and what rows in and rows out cost over the bare step."""
+"""The engine alone: what rows in and rows out cost over the bare step, and what idle rows cost.
+
+The bound: the bare jitted step at its best row count, with its rows on the device and its outputs
+left there. A round does beside it, for each row: copy 1,600 bytes in, gather and scatter a row of
+1,064 bytes, copy 400 bytes out; and for each launch: one call, one scatter. No round trips. A
+round's cost is by its active rows; sessions that are open and idle should cost nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import cycle
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import Ratio, ratio
-from benchmarks.model import model
+from benchmarks import bare
+from benchmarks.measure import Figure, Run, clock, dearer, faster
+from benchmarks.model import frames_of, model
+from benchmarks.report import sessions_of
 from slotstream_worker.engine.engine import Engine
 
+SESSIONS = (1, 16, 64, 256, 1024, 4096, 16_384)
+SHARES = ((1.0, "all active"), (0.1, "10 % active"), (0.01, "1 % active"))
+DRAWS = 8
+"""Rounds rotate through so many random choices of who is active."""
 
-def _engine(slots: int, row_counts: tuple[int, ...] | None = None) -> Engine:
-    engine = Engine(model(), slots)
+
+def active_of(sessions: int, share: float) -> int:
+    """How many of the sessions are active; 0 where a share is less than one of them."""
+    active = round(sessions * share)
+    return active if share == 1.0 or 1 <= active < sessions else 0
+
+
+def draws(sessions: int, active: int) -> list[list[int]]:
+    """Who is active, several times over."""
+    rng = np.random.default_rng(2)
+    if active == sessions:
+        return [list(range(sessions))]
+    return [[int(k) for k in rng.permutation(sessions)[:active]] for _ in range(DRAWS)]
+
+
+def served(sessions: int, row_counts: tuple[int, ...] | None = None) -> Engine:
+    """An engine with that many sessions, all of which have left rest."""
+    engine = Engine(model(), sessions)
     engine.prepare(row_counts)
-    engine.pool.admit(range(slots))
-    frames = _frames(slots)
-    engine.run(range(slots), frames)  # everyone has left rest
+    engine.pool.admit(range(sessions))
+    engine.run(list(range(sessions)), frames_of(sessions))
     return engine
 
 
-def _frames(rows: int) -> np.ndarray:
-    return np.random.default_rng(1).normal(size=(rows, 10, 40)).astype(np.float32)
+def rounds(engine: Engine, sessions: int, active: int) -> Callable[[], None]:
+    """A round of `active` of the sessions, others each time: frames in, outputs on the host."""
+    frames, turns = frames_of(active), cycle(draws(sessions, active))
+
+    def act() -> None:
+        engine.finish(engine.begin(next(turns), frames))
+
+    return act
 
 
-def occupancy() -> Iterator[Ratio]:
+def engine(run: Run) -> Iterator[Figure]:
+    """Whole rounds against the bare step, over sessions and over the share that is active."""
+    step = bare.best(run, model())
+    for sessions in run.pick(SESSIONS, (64, 1024)):
+        held = served(sessions)
+        things = {"bare": step.thing}
+        for share, name in SHARES:
+            if active := active_of(sessions, share):
+                things[name] = clock(rounds(held, sessions, active), active)
+        times = run.alternate(f"engine, {sessions_of(sessions)}", things)
+        for share, name in SHARES:
+            if name in times:
+                yield faster(
+                    times,
+                    name,
+                    "bare",
+                    key=f"engine.{sessions}.{share:g}",
+                    a=f"round of {sessions:,}, {name}",
+                    b=f"bare step of {step.rows} rows",
+                ).at("engine", name, sessions)
+
+
+def occupancy(run: Run) -> Iterator[Figure]:
     """A round of 16 active among 1,024 open sessions against 16 among 16, same row counts."""
-    many = _engine(1024)
-    few = _engine(16, tuple(c for c in many.row_counts if c <= 16) or many.row_counts)
-    frames = _frames(16)
-    scattered = [int(k) for k in np.random.default_rng(2).permutation(1024)[:16]]
-    yield ratio(
-        "occupancy",
-        "16 of 1,024",
-        lambda: many.run(scattered, frames),
-        "16 of 16",
-        lambda: few.run(range(16), frames),
-        inner=100,
+    many = served(1024)
+    few = served(16, tuple(c for c in many.row_counts if c <= 16) or many.row_counts)
+    things = {
+        "many": clock(rounds(many, 1024, 16), 16),
+        "few": clock(rounds(few, 16, 16), 16),
+    }
+    times = run.alternate("occupancy", things)
+    yield dearer(
+        times, "many", "few", key="occupancy", a="round of 16 of 1,024 sessions", b="of 16 of 16"
     )
-
-
-def engine() -> Iterator[Ratio]:
-    """Whole rounds, rows in and rows out, against the bare jitted step at its best row count."""
-    stream = model()
-    step = jax.jit(stream.apply)
-    best: tuple[float, int] | None = None
-    for rows in (16, 64, 256, 1024):
-        x = jnp.asarray(np.moveaxis(_frames(rows), 0, 1))
-        _, state = step(stream.variables, None, x)
-        jax.block_until_ready(step(stream.variables, state, x))
-        timed = ratio(
-            "",
-            "",
-            lambda s=state, x=x: jax.block_until_ready(step(stream.variables, s, x)),
-            "",
-            lambda: None,
-            repeats=3,
-            inner=10,
-        )
-        if best is None or timed.a_ms / rows < best[0]:
-            best = (timed.a_ms / rows, rows)
-    rows = best[1]
-    x = jnp.asarray(np.moveaxis(_frames(rows), 0, 1))
-    _, state = step(stream.variables, None, x)
-
-    def bare() -> None:
-        jax.block_until_ready(step(stream.variables, state, x))
-
-    for slots in (256, 1024, 4096):
-        served = _engine(slots)
-        frames = _frames(slots)
-        yield ratio(
-            "engine",
-            f"bare step, a row ({rows} rows)",
-            bare,
-            f"round of {slots:,}, a row",
-            lambda e=served, f=frames: e.run(range(len(f)), f),
-            inner=10,
-            a_units=rows,
-            b_units=slots,
-        )
