@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slotstream.endpoint import passes
 from slotstream.exchange import LENGTHS, argument
 from slotstream.ids import EntryId
+
+if TYPE_CHECKING:
+    from slotstream.session import Session
 
 Fields = dict[str, bytes | str]
 """An entry's fields, in the order they are sent."""
@@ -62,18 +65,6 @@ def xadd_head(inbox: str) -> bytes:
     return _LINE_END + argument(b"XADD") + argument(inbox.encode())
 
 
-class Sender(Protocol):
-    """A session, as a burst needs it: its keys, and `xadd_head` of the first of them."""
-
-    inbox: str
-    outbox: str
-    row: str
-    xadd: bytes
-
-    def send(self, entry: EntryId, fields: Fields, *, repeated: bool = False) -> EntryId:
-        """Append one entry, whatever it takes; returns its id, a later one where need be."""
-
-
 @dataclass(slots=True)
 class Burst:
     """Entries of one session, noted as pushed.
@@ -86,7 +77,7 @@ class Burst:
         end: whether the last one ends the session.
     """
 
-    session: Sender
+    session: Session
     first: EntryId
     ids: list[bytes]
     frames: Frames

@@ -50,9 +50,17 @@ class Exchange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None or self._missing:
+        self.close(broken=error is not None)
+
+    def close(self, *, broken: bool = False) -> None:
+        """Give the connection back; one that is broken, or has answers to come, is closed."""
+        if broken or self._missing:
             self._connection.disconnect()
         self._pool.release(self._connection)
+
+    def fileno(self) -> int:
+        """The socket's file descriptor, for waiting on several at once."""
+        return int(self._connection._sock.fileno())
 
     def send(self, packed: bytes, answers: int) -> None:
         """Send packed commands, to which so many answers will come."""

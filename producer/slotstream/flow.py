@@ -109,8 +109,10 @@ def _push(turns: deque[_Source], period: float) -> None:
         send(turns[0].session.app.link, bursts)
 
 
-def some(turns: deque[T], make: Callable[[T], Burst | None]) -> list[Burst]:
-    """A burst of each that has one, in turn, as many as may be sent before replies are read.
+def some(
+    turns: deque[T], make: Callable[[T], Burst | None], *, most: int = _ENTRIES_A_TURN
+) -> list[Burst]:
+    """A burst of each that has one, in turn, up to about `most` entries.
 
     The next call begins with the one at which this one stopped.
     """
@@ -122,7 +124,7 @@ def some(turns: deque[T], make: Callable[[T], Burst | None]) -> list[Burst]:
         if burst is not None:
             bursts.append(burst)
             entries, size = entries + len(burst.ids), size + burst.nbytes
-            if entries >= _ENTRIES_A_TURN or size >= _BYTES_A_TURN:
+            if entries >= most or size >= _BYTES_A_TURN:
                 break
     return bursts
 

@@ -46,15 +46,16 @@ class Reply:
         latency_s: seconds from the push to this reply's receipt, where the same client did both.
 
     Args:
-        raw_id: the entry's id, as Redis gives it.
+        raw_id: the entry's id, as Redis writes it.
         raw: its fields and values in turn.
         latency_s: as above.
     """
 
-    __slots__ = ("_fields", "_id", "_raw", "latency_s")
+    __slots__ = ("_fields", "_id", "_raw", "latency_s", "raw_id")
 
     def __init__(self, raw_id: bytes, raw: Sequence[bytes], latency_s: float | None = None) -> None:
-        self._id: bytes | EntryId = raw_id
+        self.raw_id = raw_id
+        self._id: EntryId | None = None
         self._raw: Sequence[bytes] | None = raw
         self._fields: dict[bytes, Any]
         self.latency_s = latency_s
@@ -67,8 +68,8 @@ class Reply:
     @property
     def id(self) -> EntryId:
         """Id of the entry it answers."""
-        if isinstance(self._id, bytes):
-            self._id = EntryId.parse(self._id)
+        if self._id is None:
+            self._id = EntryId.parse(self.raw_id)
         return self._id
 
     @property
