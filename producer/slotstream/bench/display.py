@@ -62,7 +62,6 @@ class Display:
         then, pushed, replies = self._seen[0]
         over = max(now - then, 1e-9)
         latency = ledger.from_due if load.plan.rate_hz else ledger.from_push
-        p50, p99 = (1e3 * latency.percentile(p) for p in (50, 99))
         table = Table.grid(padding=(0, 2))
         table.add_row(
             _progress(load, now),
@@ -70,8 +69,12 @@ class Display:
             f"replies {(ledger.replies - replies) / over:,.0f}/s",
             f"in flight {ledger.awaited:,}",
         )
+        if latency.count:
+            p50, p99 = (1e3 * latency.percentile(percent) for percent in (50, 99))
+            longest = f"max {1e3 * latency.max_s:,.1f} ms"
+            table.add_row("latency", f"p50 {p50:,.1f} ms", f"p99 {p99:,.1f} ms", longest)
         table.add_row(
-            f"p50 {p50:,.1f} ms  p99 {p99:,.1f} ms  max {1e3 * latency.max_s:,.1f} ms",
+            "",
             f"lost {ledger.lost:,}",
             f"duplicated {ledger.duplicated:,}",
             f"errors {sum(ledger.errors.values()):,}",

@@ -38,6 +38,9 @@ _LEAVE_S = 3.0
 _ENTRIES_A_TURN = 512
 """What is sent before replies are listened for again: a millisecond or two of work."""
 
+_FLUSH_S = 0.2
+"""How old the latencies are at most that a display shows."""
+
 _TRIM_EVERY = 256
 """Replies of a session after which they are deleted: a load must not fill the server's memory."""
 
@@ -92,6 +95,7 @@ class Load:
         self._streams: list[_Stream] = []
         self._by_session: dict[Session, _Stream] = {}
         self._ready: deque[_Stream] = deque()
+        self._flushed_at = 0.0
         self._ticked = 0  # frames of all sessions that have been due
 
     @property
@@ -138,7 +142,7 @@ class Load:
             opened = sum(stream.session.worker is not None for stream in self._streams)
             if opened > self.opened:
                 self.opened, quiet_since = opened, time.perf_counter()
-            self._look()
+            self._watched()
             if time.perf_counter() - quiet_since > self.plan.wait_s:
                 raise Unavailable(
                     f"{len(self._streams) - self.opened} of {len(self._streams)} sessions found no "
@@ -160,7 +164,7 @@ class Load:
                 self._tick(now)
                 self._send(listener)
                 self._hear(listener, self._pause_s(until))
-                self._look()
+                self._watched()
                 now = time.perf_counter()
         finally:
             self.stopped_at, self.answered_in_time = time.perf_counter(), ledger.replies
@@ -283,9 +287,17 @@ class Load:
         while not all(stream.account.ended for stream in self._streams):
             if self._hear(listener, _TURN_S):
                 heard_at = time.perf_counter()
-            self._look()
+            self._watched()
             if self._presses() > 1 or time.perf_counter() - heard_at > self.plan.wait_s:
                 return
+
+    def _watched(self) -> None:
+        """Let whoever watches look, at latencies that are counted up to now."""
+        now = time.perf_counter()
+        if now - self._flushed_at > _FLUSH_S:
+            self._flushed_at = now
+            self.ledger.flush()
+        self._look()
 
     def _leave(self, names: list[str]) -> None:
         """Close what has not ended, and delete the replies of what has: they would stay an hour."""
