@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import redis
 
+from slotstream.bursts import ANY, Buffer, Fields, Frames
 from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
-from slotstream.errors import Unavailable
+from slotstream.errors import BadFrame, Unavailable
 from slotstream.ids import ZERO, EntryId
 from slotstream.link import Link
 from slotstream.names import Keys, check_app, config_key, partition_of
-
-Fields = dict[str, bytes | str]
-"""An entry's fields, in the order they are sent."""
 
 
 class App:
@@ -24,6 +24,7 @@ class App:
     def __init__(self, link: Link, app: str) -> None:
         self.link, self.name = link, check_app(app)
         self._frames: FrameCodec | None = None
+        self._before = b""  # of every frame's data, where the codec is known
         self._partitions: int | None = None
 
     def keys(self, session: str) -> Keys:
@@ -48,6 +49,35 @@ class App:
         if self._frames is None:
             self._learn()
         return encode(array) if self._frames is None else self._frames.encode(array)
+
+    def encoder(self) -> tuple[bytes, Callable[[Any], bytes]]:
+        """The two parts of `Frames`: the first, and what makes the second of a frame, by a copy.
+
+        It refuses frames as `encode` does.
+        """
+        if self._frames is None:
+            self._learn()
+        if self._frames is None:
+            return ANY, lambda array: Frames.whole(encode(array))
+        return self._before, self._frames.data
+
+    def frames(self, frames: Iterable[Any]) -> Frames:
+        """Frames ready to be sent.
+
+        Raises:
+            BadFrame: the app cannot take one of them; says which.
+        """
+        before, data = self.encoder()
+        known = self._frames
+        if isinstance(frames, np.ndarray) and known and frames.ndim == len(known.shape) + 1:
+            return Frames(before, known.datas(frames))
+        datas: list[Buffer] = []
+        for k, frame in enumerate(frames):
+            try:
+                datas.append(data(frame))
+            except BadFrame as error:
+                raise BadFrame(error.code, f"frame {k}: {error}") from None
+        return Frames(before, datas)
 
     def last_entry(self, session: str) -> EntryId:
         """The last id that a session's stream has had; `0-0` for one that is not there."""
@@ -120,6 +150,7 @@ class App:
             shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
             limit = int(held.get("max_frame_bytes", MAX_FRAME_BYTES))
             self._frames = FrameCodec(held["dtype"], shape, max_bytes=limit)
+            self._before = Frames.before_data(self._frames.header, self._frames.nbytes)
         elif self.link.endpoint.cluster:
             raise Unavailable(
                 f"app {self.name} has no configuration yet, so its partitions are not known: start "

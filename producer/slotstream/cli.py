@@ -131,6 +131,70 @@ def push(
 @cli.command()
 @redis_option
 @app_option
+@click.option("--sessions", default=16, show_default=True, help="Sessions opened.")
+@click.option(
+    "--rate",
+    "rate_hz",
+    default=0.0,
+    help="Frames a second of each session; as fast as the windows allow otherwise.",
+)
+@click.option(
+    "--duration", "duration_s", default=10.0, show_default=True, help="Seconds of pushing."
+)
+@click.option(
+    "--frames",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A .npy of frames [n, frame, *sample_shape], or of time steps [steps, *sample_shape], "
+    "pushed round and round; random ones otherwise.",
+)
+@click.option("--window", default=64, show_default=True, help="Frames of a session in flight.")
+@click.option("--seed", default=0, show_default=True, help="Of the random frames.")
+@click.option(
+    "--wait",
+    "wait_s",
+    default=30.0,
+    show_default=True,
+    help="Seconds without any reply after which those still missing count as lost.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures here.",
+)
+def bench(
+    url: str,
+    app: str,
+    sessions: int,
+    rate_hz: float,
+    duration_s: float,
+    file: Path | None,
+    window: int,
+    seed: int,
+    wait_s: float,
+    json_file: Path | None,
+) -> None:
+    """Put a load on a deployment, and show its throughput, latencies, and what went missing.
+
+    Opens sessions of its own beside those that are there, and ends them. With a rate, latencies
+    count from when a frame was due, also where it had to wait to be pushed. Exits with 0 when
+    every frame had its reply, once.
+    """
+    from slotstream.bench.command import bench as run_bench
+    from slotstream.bench.plan import Plan
+
+    try:
+        plan = Plan(sessions, rate_hz, duration_s, window, seed, wait_s)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if not run_bench(url, app, plan, file=file, json_file=json_file):
+        sys.exit(1)
+
+
+@cli.command()
+@redis_option
+@app_option
 def workers(url: str, app: str) -> None:
     """Show the app's workers: which are alive, where, and how many sessions each holds."""
     from slotstream.operating import show_workers, workers_of

@@ -131,6 +131,41 @@ class Client:
         last = self.app.last_entry(session)
         return Session(self.app, session, self.window, read_to=after, last=last, follows=True)
 
+    def push_many(
+        self,
+        streams: Mapping[Session, Iterable[Any]],
+        *,
+        end: bool = False,
+        timeout_s: float = 60.0,
+    ) -> dict[Session, list[EntryId]]:
+        """Push frames of many sessions in few round trips; every frame once, as by `push`.
+
+        All frames are checked before any is sent. Where windows are full, replies are read (and
+        kept for `Session.replies`) until they are not.
+
+        Args:
+            streams: by session, an array of frames `[n, frame, *sample_shape]`, which is sent
+                without a copy, or any frames `[frame, *sample_shape]`. Of a session that was
+                attached to, one frame goes in a round trip, since others may push there too.
+            end: close each session after its last frame.
+            timeout_s: the longest wait for room in any window.
+
+        Returns:
+            The frames' ids by session, which are also their replies'; with `end` and no frames,
+            the id of the `end`.
+
+        Raises:
+            BadFrame: a frame does not fit the app's configuration; says which, and none was sent.
+            SessionClosed: a session has ended; before anything was sent, or the frames that were
+                left of it were not.
+            ReplyTimeout: no window had room for so long; frames may be left.
+            OutOfOrder: somebody else numbered entries of a session at the same moment.
+        """
+        for session in streams:
+            if session.app is not self.app:
+                raise ValueError(f"{session} is another client's")
+        return flow.push_many(streams, end=end, timeout_s=timeout_s)
+
     def run(
         self,
         streams: Mapping[str, Iterable[Any]],

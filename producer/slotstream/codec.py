@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slotstream.errors import BadFrame
+from slotstream.layouts import Layout, Layouts, Part
 
 Array = NDArray[np.generic]
 
@@ -36,6 +37,8 @@ DTYPES = (*_NUMPY, *_ML)
 MAX_RANK = 16
 MAX_FRAME_BYTES = 64 * 2**20
 _FIELDS = {"dtype", "shape", "data"}
+_SMALL_BYTES = 4096
+_layouts = Layouts()
 
 
 def dtype_of(name: str) -> np.dtype[np.generic]:
@@ -205,10 +208,35 @@ def decode(raw: bytes, *, max_bytes: int = MAX_FRAME_BYTES) -> Array | dict[str,
     Raises:
         BadFrame: `raw` is not an encoding of either; `code` names the kind.
     """
+    if len(raw) <= max_bytes and (known := _layouts.read(raw)) is not None:
+        return known
     value = _unpack(raw, max_bytes)
+    found: Array | dict[str, Array]
     if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-        return {str(name): _array(part) for name, part in value.items()}
-    return _array(value)
+        found = {str(name): _array(part) for name, part in value.items()}
+    else:
+        found = _array(value)
+    if _layouts.wants(len(raw)):
+        _layouts.keep(len(raw), _layout(raw, found))
+    return found
+
+
+def _layout(raw: bytes, found: Array | dict[str, Array]) -> Layout | None:
+    """The layout of an encoding, where all others of it can be read without a look at their data.
+
+    Not of a bool (its bytes are checked), nor of one that `encode` would have written otherwise.
+    """
+    named = isinstance(found, dict)
+    arrays = found if isinstance(found, dict) else {"": found}
+    plain = all(a.dtype != np.bool_ and a.nbytes for a in arrays.values())
+    if not plain or sys.byteorder == "big" or encode(found) != raw:
+        return None
+    parts, before = [], _map_header(len(arrays)) if named else b""
+    for name, array in arrays.items():
+        head = before + (msgpack.packb(name) if named else b"") + header(array.dtype, array.shape)
+        parts.append(Part(name, head, array.dtype, array.shape))
+        before = b""
+    return Layout(parts, named=named)
 
 
 class FrameCodec:
@@ -237,6 +265,12 @@ class FrameCodec:
 
     def encode(self, array: Array) -> bytes:
         """Encode one frame; raises `BadFrame` where it is not of this dtype and shape."""
+        return self.header + self.data(array)
+
+    def data(self, array: Array) -> bytes:
+        """A copy of a frame's data, without the `header`; raises `BadFrame` as `encode` does."""
+        if type(array) is np.ndarray and array.dtype is self.dtype and array.shape == self.shape:
+            return array.tobytes()  # the usual frame; nothing of it has to be converted
         array = np.asarray(array)
         if array.shape != self.shape:
             raise BadFrame("shape", f"a frame is {list(self.shape)}, got {list(array.shape)}")
@@ -244,7 +278,27 @@ class FrameCodec:
             cast = array.astype(self.dtype, casting="same_kind", copy=False)
         except TypeError:
             raise BadFrame("dtype", f"a frame is {self.name}, got {array.dtype.name}") from None
-        return self.header + _data(cast)
+        return _data(cast)
+
+    def datas(self, frames: Array) -> list[bytes | memoryview]:
+        """The data of each of many frames `[n, *shape]`; of large ones as views of the array.
+
+        Raises:
+            BadFrame: as `encode` does.
+        """
+        if frames.shape[1:] != self.shape:
+            raise BadFrame("shape", f"a frame is {list(self.shape)}, got {list(frames.shape[1:])}")
+        try:
+            cast = frames.astype(self.dtype, order="C", casting="same_kind", copy=False)
+        except TypeError:
+            raise BadFrame("dtype", f"a frame is {self.name}, got {frames.dtype.name}") from None
+        whole: bytes | memoryview
+        # A small copy is made sooner than a view, which the garbage collector would follow too.
+        if self.nbytes <= _SMALL_BYTES or sys.byteorder == "big":
+            whole = _data(cast)
+        else:  # as bytes first: the buffer protocol has no word for bfloat16
+            whole = cast.reshape(-1).view(np.uint8).data
+        return [whole[k * self.nbytes : (k + 1) * self.nbytes] for k in range(len(cast))]
 
     def payload(self, raw: bytes) -> bytes:
         """The data bytes of an encoded frame, checked; raises `BadFrame`."""

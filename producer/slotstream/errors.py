@@ -41,6 +41,12 @@ class SessionClosed(SlotstreamError):
     code = "session_closed"
 
 
+class OutOfOrder(SlotstreamError):
+    """Frames of a session run in another order than they were pushed in: it has two producers."""
+
+    code = "out_of_order"
+
+
 class ReplyTimeout(SlotstreamError, TimeoutError):
     """No reply within the time given."""
 

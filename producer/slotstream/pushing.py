@@ -55,21 +55,21 @@ def _save(out: Path, outputs: list[Any]) -> Path:
     return out
 
 
-def cut(array: Any, config: dict[str, str], frame: int | None) -> list[Any]:
-    """Frames `[frame, *sample_shape]` of an array of frames, or of time steps."""
+def cut(array: Any, config: dict[str, str], frame: int | None) -> Any:
+    """Frames `[n, frame, *sample_shape]` of an array of frames, or of time steps."""
     if not config and frame is None:
         raise BadFrame("shape", "the app's frame is not known yet (no worker has run): say --frame")
     length = frame or int(config["frame"])
     rank = len(json.loads(config["sample_shape"])) if config else array.ndim - 1
     if array.ndim == rank + 2:
-        return list(array)
+        return array
     if array.ndim != rank + 1 or len(array) % length:
         raise BadFrame(
             "shape",
             f"expected frames [n, {length}, ...] or a multiple of {length} "
             f"time steps, got an array {list(array.shape)}",
         )
-    return list(array.reshape(len(array) // length, length, *array.shape[1:]))
+    return array.reshape(len(array) // length, length, *array.shape[1:])
 
 
 def _text(output: Any) -> str:

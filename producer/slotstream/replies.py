@@ -12,6 +12,8 @@ from slotstream.codec import Array, decode
 from slotstream.errors import BadReply
 from slotstream.ids import EntryId
 
+_MOST_BYTES = 2**31
+
 
 @dataclass(frozen=True)
 class ReplyError:
@@ -24,9 +26,12 @@ class ReplyError:
         return f"{self.code}: {self.message}"
 
 
-@dataclass(frozen=True)
 class Reply:
     """The answer to one entry of a session's stream.
+
+    What it holds is read from its bytes when it is asked for, so that a reader of a hundred
+    thousand replies a second pays for what it looks at. `output` and `error` raise `BadFrame` and
+    `BadReply` where the bytes do not follow the protocol.
 
     Attributes:
         id: the id of the entry it answers (a session's last reply may answer none).
@@ -39,40 +44,90 @@ class Reply:
         op: what was done: `opened`, `reset`.
         worker: with `opened`, who took the session.
         latency_s: seconds from the push to this reply's receipt, where the same client did both.
+
+    Args:
+        raw_id: the entry's id, as Redis writes it.
+        raw: its fields and values in turn.
+        latency_s: as above.
     """
 
-    id: EntryId
-    output: Array | dict[str, Array] | None = None
-    error: ReplyError | None = None
-    weights: str | None = None
-    end: bool = False
-    reason: str | None = None
-    cancelled: int = 0
-    op: str | None = None
-    worker: str | None = None
-    latency_s: float | None = None
+    __slots__ = ("_fields", "_id", "_raw", "latency_s", "raw_id")
 
+    def __init__(self, raw_id: bytes, raw: Sequence[bytes], latency_s: float | None = None) -> None:
+        self.raw_id = raw_id
+        self._id: EntryId | None = None
+        self._raw: Sequence[bytes] | None = raw
+        self._fields: dict[bytes, Any]
+        self.latency_s = latency_s
 
-def parse_reply(raw_id: bytes, raw: Sequence[bytes], latency_s: float | None = None) -> Reply:
-    """Read an entry of `out` from its fields and values in turn; raises `BadReply`."""
-    items = iter(raw)
-    fields = dict(zip(items, items, strict=True))
+    def __repr__(self) -> str:
+        names = ("output", "error", "weights", "reason", "cancelled", "op", "worker", "latency_s")
+        shown = [f"{name}={value!r}" for name in names if (value := getattr(self, name))]
+        return f"Reply({', '.join([f'id={self.id}', f'end={self.end}', *shown])})"
 
-    def text(name: bytes) -> str | None:
-        return fields[name].decode("utf-8", "replace") if name in fields else None
+    @property
+    def id(self) -> EntryId:
+        """Id of the entry it answers."""
+        if self._id is None:
+            self._id = EntryId.parse(self.raw_id)
+        return self._id
 
-    return Reply(
-        id=EntryId.parse(raw_id),
-        output=decode(fields[b"output"], max_bytes=2**31) if b"output" in fields else None,
-        error=_error(fields[b"error"]) if b"error" in fields else None,
-        weights=text(b"weights"),
-        end=fields.get(b"end") == b"1",
-        reason=text(b"reason"),
-        cancelled=int(fields.get(b"cancelled", b"0")),
-        op=text(b"op"),
-        worker=text(b"worker"),
-        latency_s=latency_s,
-    )
+    @property
+    def output(self) -> Array | dict[str, Array] | None:
+        """What the model gave; decoded once."""
+        fields = self._read()
+        value = fields.get(b"output")
+        if type(value) is bytes:
+            value = fields[b"output"] = decode(value, max_bytes=_MOST_BYTES)
+        found: Array | dict[str, Array] | None = value
+        return found
+
+    @property
+    def error(self) -> ReplyError | None:
+        """Why the entry was not run."""
+        raw = self._read().get(b"error")
+        return None if raw is None else _error(raw)
+
+    @property
+    def end(self) -> bool:
+        """Whether this is the session's last reply."""
+        return self._read().get(b"end") == b"1"
+
+    @property
+    def cancelled(self) -> int:
+        """With `end`, how many entries were not run."""
+        return int(self._read().get(b"cancelled", b"0"))
+
+    @property
+    def weights(self) -> str | None:
+        """Name of the weights that ran it."""
+        return self._text(b"weights")
+
+    @property
+    def reason(self) -> str | None:
+        """Why the session ended."""
+        return self._text(b"reason")
+
+    @property
+    def op(self) -> str | None:
+        """What was done."""
+        return self._text(b"op")
+
+    @property
+    def worker(self) -> str | None:
+        """With `opened`, who took the session."""
+        return self._text(b"worker")
+
+    def _read(self) -> dict[bytes, Any]:
+        raw = self._raw
+        if raw is not None:
+            self._fields = dict(zip(raw[::2], raw[1::2], strict=True))
+            self._raw = None
+        return self._fields
+
+    def _text(self, name: bytes) -> str | None:
+        value = self._read().get(name)
+        return None if value is None else value.decode("utf-8", "replace")
 
 
 def _error(raw: bytes) -> ReplyError:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
-from slotstream.app import App, Fields
+from slotstream import flow
+from slotstream.app import App
+from slotstream.bursts import NONE, Burst, Fields, Frames, xadd_head
 from slotstream.endpoint import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
-from slotstream.ids import OPENED, ZERO, EntryId
+from slotstream.exchange import argument
+from slotstream.ids import ZERO, EntryId
 from slotstream.reading import read_replies
-from slotstream.replies import Reply, parse_reply
+from slotstream.replies import Reply
 
 
 class Session:
     """One session. Made by `Client.open` or `Client.attach`; for one thread at a time.
 
     Frames get rising ids of this client's own, so a push whose answer was lost is repeated
-    without running twice.
+    without running twice. The ids of one push end with `-0` and no two that attached share a
+    millisecond; those that go together begin with `-1` and share one, so that no other client's
+    id falls between them.
     """
 
     def __init__(
@@ -36,15 +42,21 @@ class Session:
         self.app, self.id, self.window = app, session, window
         keys = app.keys(session)
         self.inbox, self.outbox = keys.inbox(session), keys.outbox(session)
+        self.row = keys.row(session)
+        self.xadd, self.asked = xadd_head(self.inbox), argument(self.outbox.encode())
         self.trims = trims
         """Whether replies are deleted once read (the session was opened to wait for its reader)."""
         self.closed: Reply | None = None
         """The session's last reply, once it has been read."""
         self.worker: str | None = None
         """The worker that first took the session, once it has."""
-        self._last, self._read_to = last, read_to
+        self.position = str(read_to).encode()
+        """Id of the last reply read, as Redis writes it."""
+        self._last, self._shared = last, follows
         self._ending = follows  # others push here too: only the session's end ends its replies
-        self._waiting: deque[tuple[EntryId, float]] = deque()
+        # Two plain queues, not one of pairs: the garbage collector need not look into them.
+        self._waiting: deque[bytes] = deque()  # ids as Redis writes them
+        self._since: deque[float] = deque()  # when each was pushed
         self._buffer: deque[Reply] = deque()
 
     def __repr__(self) -> str:
@@ -54,6 +66,16 @@ class Session:
     def in_flight(self) -> int:
         """Entries pushed and not answered yet."""
         return len(self._waiting)
+
+    @property
+    def room(self) -> int:
+        """How many entries may go together now.
+
+        One at most in a session that this client attached to: others may push there too, and
+        of several sent together theirs could take the place of the first alone.
+        """
+        room = self.window - len(self._waiting)
+        return min(room, 1) if self._shared else room
 
     def push(self, array: Any, *, end: bool = False, timeout_s: float = 60.0) -> EntryId:
         """Append a frame; returns its id, which is also its reply's.
@@ -75,6 +97,12 @@ class Session:
             fields["end"] = "1"
         return self._append(fields, timeout_s)
 
+    def push_many(
+        self, frames: Iterable[Any], *, end: bool = False, timeout_s: float = 60.0
+    ) -> list[EntryId]:
+        """Append frames, many in a round trip; returns their ids. See `Client.push_many`."""
+        return flow.push_many({self: frames}, end=end, timeout_s=timeout_s)[self]
+
     def reset(self, array: Any = None, *, timeout_s: float = 60.0) -> EntryId:
         """Back to rest, before `array` where one is given, else as an entry of its own."""
         fields: Fields = {"op": "reset"}
@@ -95,7 +123,7 @@ class Session:
         """Cancel a frame that has not been answered; whether it was still there to cancel."""
         cancelled = self.app.cancel(self.id, entry)
         if cancelled:
-            self._waiting = deque(item for item in self._waiting if item[0] != entry)
+            self._forget(str(entry).encode())
         return cancelled
 
     def replies(self, timeout_s: float = 60.0) -> Iterator[Reply]:
@@ -120,15 +148,37 @@ class Session:
                 yield self._buffer.popleft()
 
     def _append(self, fields: Fields, timeout_s: float) -> EntryId:
-        while len(self._waiting) >= self.window and not self.closed:
+        while self.room < 1 and not self.closed:
             self._pump(timeout_s)
         if self.closed:
-            raise SessionClosed(
-                f"session {self.id} has ended ({self.closed.reason}); open a new one"
-            )
+            raise self.has_ended()
         entry = self.next_id()
-        self.pushed(entry, ending="end" in fields)
+        self._last = entry
+        self._note([str(entry).encode()], end="end" in fields)
         return self.send(entry, fields)
+
+    def burst(self, frames: Frames = NONE, *, end: bool = False) -> Burst:
+        """Frames to be sent together, or without any an `end`; noted as pushed."""
+        if self._shared:
+            first = self.next_id()
+        else:
+            first = max(EntryId(int(time.time() * 1000), 1), self._last.next())
+        ms, seq = first
+        ids = [b"%d-%d" % (ms, n) for n in range(seq, seq + max(len(frames.datas), 1))]
+        self._last = EntryId(ms, seq + len(ids) - 1)
+        self._note(ids, end=end)
+        return Burst(self, first, ids, frames, end)
+
+    def _note(self, ids: list[bytes], *, end: bool) -> None:
+        """Note entries as pushed."""
+        self._waiting.extend(ids)
+        self._since.extend(repeat(time.perf_counter(), len(ids)))
+        self._ending = self._ending or end
+
+    def has_ended(self) -> SessionClosed:
+        """What a push into a session that has ended raises."""
+        reason = self.closed.reason if self.closed else None
+        return SessionClosed(f"session {self.id} has ended ({reason}); open a new one")
 
     def send(self, entry: EntryId, fields: Fields, *, repeated: bool = False) -> EntryId:
         """Append an entry that was noted as pushed; returns its id, a later one where need be.
@@ -144,21 +194,17 @@ class Session:
 
         while not self.app.link.patiently(add):
             self._last = max(self._last, self.app.last_entry(self.id))
-            was, entry, tries = entry, self.next_id(), 0
-            self._last = entry
-            self._waiting = deque((entry if e == was else e, at) for e, at in self._waiting)
+            was, entry, tries = str(entry).encode(), self.next_id(), 0
+            self._last, now = entry, str(entry).encode()
+            self._waiting = deque(now if e == was else e for e in self._waiting)
         return entry
 
     def next_id(self) -> EntryId:
         """An id after every one so far, by this machine's clock where that is later."""
-        now = EntryId(int(time.time() * 1000))
-        return now if now > self._last else self._last.next()
-
-    def pushed(self, entry: EntryId, *, ending: bool = False) -> None:
-        """Note that an entry is on its way."""
-        self._last = entry
-        self._waiting.append((entry, time.perf_counter()))
-        self._ending = self._ending or ending
+        now, last = EntryId(int(time.time() * 1000)), self._last
+        if now > last:
+            return now
+        return EntryId(last.ms + 1) if self._shared else last.next()
 
     def _pump(self, timeout_s: float) -> None:
         """Read replies into the buffer; waits for the first one."""
@@ -172,28 +218,46 @@ class Session:
                 )
             found = read_replies(self.app.link, {self.id: self}, block).get(self.id)
             if found:
-                self._buffer.extend(found)
+                self.keep(found)
                 return
 
-    def take(self, raw_id: bytes, raw: list[bytes]) -> Reply | None:
+    def keep(self, replies: Iterable[Reply]) -> None:
+        """Keep replies that were read to make room, for `replies`."""
+        self._buffer.extend(replies)
+
+    def take(self, raw_id: bytes, raw: list[bytes], now: float) -> Reply | None:
         """Take in one entry of `out`; None for one that is not for the reader (`opened`)."""
-        id_ = EntryId.parse(raw_id)
-        self._read_to = id_
+        self.position = raw_id
+        if not (self._waiting and self._waiting[0] == raw_id):
+            self._skip(raw_id)
         latency = None
-        while self._waiting and self._waiting[0][0] <= id_:
-            entry, at = self._waiting.popleft()
-            if entry == id_:
-                latency = time.perf_counter() - at
-        reply = parse_reply(raw_id, raw, latency)
-        if id_ == OPENED and not reply.end:  # one that was closed before it was claimed ends there
-            self.worker = reply.worker
-            return None
-        if reply.end:
+        if self._waiting and self._waiting[0] == raw_id:
+            self._waiting.popleft()
+            latency = now - self._since.popleft()
+        reply = Reply(raw_id, raw, latency)
+        if b"end" in raw[::2] and reply.end:
             self.closed = reply
             self._waiting.clear()
+            self._since.clear()
+        elif raw_id == b"0-1":  # one that was closed before it was claimed ends there
+            self.worker = reply.worker
+            return None
         return reply
+
+    def _skip(self, raw_id: bytes) -> None:
+        """Forget entries that will have no reply, since a later one has."""
+        id_ = EntryId.parse(raw_id)
+        while self._waiting and EntryId.parse(self._waiting[0]) < id_:
+            self._waiting.popleft()
+            self._since.popleft()
+
+    def _forget(self, raw_id: bytes) -> None:
+        """Forget an entry that was cancelled."""
+        if raw_id in self._waiting:
+            del self._since[self._waiting.index(raw_id)]
+            self._waiting.remove(raw_id)
 
     @property
     def read_to(self) -> EntryId:
         """Id of the last reply read."""
-        return self._read_to
+        return EntryId.parse(self.position)
