@@ -120,7 +120,19 @@ slots_option = option(
     "--read-ahead",
     default=_DEFAULTS.read_ahead,
     type=int,
-    help="Entries read of a session at a time.",
+    help="Entries of a session that wait in the worker.",
+)
+@option(
+    "--round-wait-ms",
+    default=1e3 * _DEFAULTS.round_wait_s,
+    type=float,
+    help="How long a round waits for more sessions to have a frame; 0 for not at all.",
+)
+@option(
+    "--round-rows",
+    default=_DEFAULTS.round_rows,
+    type=int,
+    help="Sessions with which it waits no longer; 0 for what fills a launch.",
 )
 @option("--finite", is_flag=True, help="Refuse frames with NaN or infinities.")
 @option(
@@ -173,6 +185,8 @@ def worker(
     reply_ttl: float,
     max_frame_bytes: int,
     read_ahead: int,
+    round_wait_ms: float,
+    round_rows: int,
     finite: bool,
     allow_inexact: bool,
     allow_eviction: str,
@@ -211,6 +225,8 @@ def worker(
             reply_ttl_s=reply_ttl,
             max_frame_bytes=max_frame_bytes,
             read_ahead=read_ahead,
+            round_wait_s=1e-3 * round_wait_ms,
+            round_rows=round_rows,
             finite=finite,
             allow_inexact=allow_inexact,
             allow_eviction=allow_eviction,

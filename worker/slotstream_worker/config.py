@@ -35,6 +35,8 @@ class WorkerConfig:
         reply_ttl_s: how long the replies of a closed session stay.
         max_frame_bytes: the largest frame taken.
         read_ahead: entries read of a session beyond the one that runs.
+        round_wait_s: how long a round waits for more sessions to have a frame; 0 for not at all.
+        round_rows: sessions with which a round waits no longer; 0 for what fills a launch.
         finite: refuse frames with NaN or infinities.
         allow_inexact: serve though the probe's digest differs from the app's.
         allow_eviction: serve though Redis has this maxmemory-policy, which may delete sessions.
@@ -62,6 +64,8 @@ class WorkerConfig:
     reply_ttl_s: float = 3600.0
     max_frame_bytes: int = MAX_FRAME_BYTES
     read_ahead: int = 16
+    round_wait_s: float = 0.0
+    round_rows: int = 0
     finite: bool = False
     allow_inexact: bool = False
     allow_eviction: str = ""
@@ -96,6 +100,11 @@ class WorkerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is more than 0, got {getattr(self, name)}")
+        if self.round_wait_s < 0 or self.round_rows < 0:
+            raise ValueError(
+                "round_wait_s and round_rows are 0 or more, "
+                f"got {self.round_wait_s} and {self.round_rows}"
+            )
         if any(count < 1 for count in self.row_counts):
             raise ValueError(f"row counts are 1 or more, got {self.row_counts}")
 

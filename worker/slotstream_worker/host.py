@@ -77,6 +77,8 @@ class Host:
         max_frame_bytes: int,
         finite: bool = False,
         read_ahead: int = 16,
+        round_wait_s: float = 0.0,
+        round_rows: int = 0,
     ) -> None:
         model = engine.model
         self.engine, self.max_sessions = engine, max_sessions
@@ -93,6 +95,8 @@ class Host:
         self._trial: Hosted | None = None
         self._suspect_next = self._publish_first = False
         self._in_flight = 0
+        self._round_wait_s, self._round_rows = round_wait_s, round_rows
+        self._ready_since = 0.0
         self.low_water = read_ahead // 4
         """Entries that wait of a session when the next are asked for."""
         self.read_count = max(read_ahead - self.low_water, 1)
@@ -223,7 +227,19 @@ class Host:
         if hosted.listed or hosted.suspect or not hosted.runnable or hosted.gone:
             return
         hosted.listed = True
+        if not self._ready:
+            self._ready_since = monotonic()
         self._ready.append(hosted)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the next round still waits for more sessions to have a frame."""
+        if not self._round_wait_s or not self._ready:
+            return 0.0
+        enough = min(self._round_rows or self.engine.round_rows, len(self.hosted))
+        if len(self._ready) >= enough:
+            return 0.0
+        return max(self._ready_since + self._round_wait_s - monotonic(), 0.0)
 
     # Entries in
 
@@ -329,7 +345,9 @@ class Host:
         return formed
 
     def _together(self) -> Round:
-        ready = self._ready
+        if self.wait_s:
+            return Round()
+        ready, self._ready_since = self._ready, monotonic()
         room = self.engine.pool.slots - self._in_flight
         formed = self._far(min(self.engine.catch_up_rows, room))
         if formed:

@@ -63,6 +63,8 @@ class Worker:
             max_frame_bytes=config.max_frame_bytes,
             finite=config.finite,
             read_ahead=config.read_ahead,
+            round_wait_s=config.round_wait_s,
+            round_rows=config.round_rows,
         )
         self.shards: list[Shard] = []
         self.lease: Lease | None = None
@@ -229,10 +231,11 @@ class Worker:
 
     def _rest_s(self) -> float:
         """How long to sleep on the sockets where news comes in, while there is nothing to do."""
-        if self.host.has_work or any(shard.waits for shard in self.shards):
+        wait_s = self.host.wait_s
+        if (self.host.has_work and not wait_s) or any(shard.waits for shard in self.shards):
             return 0.0
         up = [shard for shard in self.shards if not shard.outage.on]
         waits = [shard.outage.wait_s for shard in self.shards if shard.outage.on]
         due = [shard.publisher.next_due_s() for shard in up]
         due += [shard.rests_s for shard in up if shard.rests_s]
-        return min([_LONGEST_SLEEP_S, *waits, *due])
+        return min([_LONGEST_SLEEP_S, wait_s or _LONGEST_SLEEP_S, *waits, *due])

@@ -1,0 +1,123 @@
+"""Rounds: how long they wait for company, how deep they go, and that no session can tell."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from conftest import streams_of, wait_until
+from serving_models import served
+from slotstream import Client
+from slotstream_worker.config import WorkerConfig
+from slotstream_worker.engine import catchup
+from slotstream_worker.engine.engine import Engine
+from slotstream_worker.worker import Worker
+
+
+@pytest.fixture(scope="module")
+def model():
+    return served()
+
+
+def counted(worker, name):
+    return getattr(worker.worker.metrics, name)._value.get()
+
+
+def test_a_round_waits_for_company_as_long_as_it_is_told(redis_url, thread_worker, model):
+    worker = thread_worker(model, round_wait_s=0.6)
+    frames = streams_of(3, 2, model.frame_shape, seed=5)
+    with Client(redis_url) as client:
+        sessions = [client.open(name) for name in frames]
+        for session, stream in zip(sessions, frames.values(), strict=True):
+            session.push(stream[0])
+            time.sleep(0.1)
+        for session in sessions:
+            assert next(session.replies(10)).error is None
+        assert counted(worker, "rounds") == 1
+        assert counted(worker, "frames") == 3
+        # One alone waits the whole time, and no longer.
+        began = time.monotonic()
+        sessions[0].push(frames["s0"][1])
+        assert next(sessions[0].replies(10)).error is None
+        assert 0.6 <= time.monotonic() - began < 5
+
+
+def test_a_round_that_has_its_rows_waits_no_longer(redis_url, thread_worker, model):
+    worker = thread_worker(model, round_wait_s=30.0, round_rows=2)
+    frames = streams_of(3, 1, model.frame_shape, seed=6)
+    with Client(redis_url) as client:
+        sessions = [client.open(name) for name in frames]
+        wait_until(lambda: len(worker.worker.host) == 3, 10, "all are hosted")
+        began = time.monotonic()
+        for session, stream in list(zip(sessions, frames.values(), strict=True))[:2]:
+            session.push(stream[0])
+        for session in sessions[:2]:
+            assert next(session.replies(10)).error is None
+        assert time.monotonic() - began < 10
+
+
+def test_a_backlog_is_caught_up_several_frames_a_launch_in_the_same_bits(redis_url, model):
+    streams = streams_of(6, 40, model.frame_shape, seed=7)
+    config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8)
+    worker = Worker(config, model)
+    worker.prepare()
+    assert worker.engine.catch_up_rows == 4
+    deep = []
+    begin_far = worker.engine.begin_far
+    worker.engine.begin_far = lambda names, frames: deep.append(len(names)) or begin_far(
+        names, frames
+    )
+    with Client(redis_url, window=64) as client:
+        sessions = client.open_many(list(streams))
+        for session, stream in zip(sessions, streams.values(), strict=True):
+            session.push_many(stream)
+        wait_until(
+            lambda: worker.turn() or worker.metrics.replies._value.get() == 240, 60, "all replies"
+        )
+        replies = {s.id: [r.output for r in s.replies(10)] for s in sessions}
+    worker.drain()
+    worker.close()
+    assert sum(deep) * catchup.FRAMES > 120, "most of it was caught up"
+    calm = Engine(model, 8)
+    calm.prepare((4,))
+    calm.pool.admit(streams)
+    for k in range(40):
+        (ran, *more) = calm.run(list(streams), np.stack([s[k] for s in streams.values()]))
+        for launch in (ran, *more):
+            for name, session in enumerate(launch.sessions):
+                for key, array in launch.outputs.items():
+                    np.testing.assert_array_equal(replies[session][k][key], array[name])
+
+
+def test_a_frame_that_is_none_in_the_middle_of_a_backlog_is_answered_alone(redis_url, model):
+    """Its session leaves the deep launch and goes frame by frame; the others notice nothing."""
+    streams = streams_of(4, 12, model.frame_shape, seed=8)
+    config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8)
+    worker = Worker(config, model)
+    worker.prepare()
+    with Client(redis_url, window=64) as client:
+        sessions = client.open_many(list(streams))
+        for session, stream in zip(sessions, streams.values(), strict=True):
+            for k, frame in enumerate(stream):
+                raw = client.app.encode(frame)
+                if session.id == "s1" and k == 6:
+                    raw = b"x" * len(raw)
+                client.redis.xadd(session.inbox, {"frame": raw})
+        wait_until(
+            lambda: worker.turn() or worker.metrics.replies._value.get() == 48, 60, "all replies"
+        )
+        replies = {s.id: client.redis.xrange(s.outbox)[1:] for s in sessions}
+    worker.drain()
+    worker.close()
+    errors = [(name, k) for name, got in replies.items() for k, (_, r) in enumerate(got)
+              if b"error" in r]  # fmt: skip
+    assert errors == [("s1", 6)]
+    assert [len(got) for got in replies.values()] == [12] * 4
+
+
+@pytest.mark.parametrize("settings", [{"round_wait_s": -0.1}, {"round_rows": -1}])
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match="0 or more"):
+        WorkerConfig(**settings)
