@@ -1,8 +1,8 @@
-"""The worker's loop: form a round and launch it, publish, poll, collect.
+"""The worker's loop: take in what has come, form a round and launch it, send, collect.
 
-While the device runs one round, the answers of the round before are published and the frames
-of the next are read. A partition that cannot be reached is left alone until it can; the others
-go on.
+While the device runs one round, another is formed, the answers of those before are on their way to
+Redis, and the next frames on theirs from it. A partition that cannot be reached is left alone until
+it can; the others go on.
 
     worker = Worker(config, model)
     worker.prepare()            # measure, compile, agree with the app's other workers
