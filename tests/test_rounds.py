@@ -91,6 +91,31 @@ def test_a_backlog_is_caught_up_several_frames_a_launch_in_the_same_bits(redis_u
                     np.testing.assert_array_equal(replies[session][k][key], array[name])
 
 
+def test_a_session_without_a_backlog_is_not_passed_over_for_those_that_have_one(redis_url, model):
+    streams = streams_of(17, 80, model.frame_shape, seed=9)
+    config = WorkerConfig(redis=redis_url, slots=20, row_counts=(4,), max_sessions=20)
+    worker = Worker(config, model)
+    worker.prepare()
+    with Client(redis_url, window=100) as client:
+        sessions = client.open_many(list(streams))
+        live = sessions.pop()
+        client.push_many({s.id: streams[s.id] for s in sessions})
+        before = []
+        for frame in streams[live.id][:6]:
+            live.push(frame)
+            length = client.redis.xlen(live.outbox)
+            behind = worker.metrics.replies._value.get()
+            wait_until(
+                lambda n=length: worker.turn() or client.redis.xlen(live.outbox) > n, 20, "a reply"
+            )
+            before.append(worker.metrics.replies._value.get() - behind)
+        # All others may run once before it, two rounds be under way, and one wave be on its way.
+        assert max(before) < 2 * len(sessions) * catchup.FRAMES
+        assert client.redis.xlen(sessions[0].outbox) < 81, "the backlog is not over"
+    worker.drain()
+    worker.close()
+
+
 def test_a_frame_that_is_none_in_the_middle_of_a_backlog_is_answered_alone(redis_url, model):
     """Its session leaves the deep launch and goes frame by frame; the others notice nothing."""
     streams = streams_of(4, 12, model.frame_shape, seed=8)

@@ -365,7 +365,7 @@ class Host:
     def _far(self, limit: int) -> Round:
         """Several frames each of sessions that have them waiting, where those would fill a launch.
 
-        Empty where they would not, or where too few at the front of the line have so many.
+        Empty where they would not, or where the first in line has fewer.
         """
         depth, formed = catchup.FRAMES, Round(depth=catchup.FRAMES)
         if len(self._ready) < limit or not self.engine.catch_up_rows:
@@ -382,6 +382,8 @@ class Host:
                 chosen.append(hosted)
                 if len(chosen) == limit:
                     break
+            elif not chosen:
+                return Round()  # whoever is first in line is not passed over
         if not chosen or 2 * len(chosen) < self.engine.catch_up_rows:
             return Round()
         for hosted in chosen:
