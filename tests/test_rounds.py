@@ -99,7 +99,7 @@ def test_a_session_without_a_backlog_is_not_passed_over_for_those_that_have_one(
     with Client(redis_url, window=100) as client:
         sessions = client.open_many(list(streams))
         live = sessions.pop()
-        client.push_many({s.id: streams[s.id] for s in sessions})
+        client.push_many({s: streams[s.id] for s in sessions})
         before = []
         for frame in streams[live.id][:6]:
             live.push(frame)
