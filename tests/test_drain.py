@@ -79,7 +79,9 @@ def test_a_session_that_was_to_end_for_idleness_and_is_not_idle_any_more_is_hand
     with Client(redis_url) as client:
         session = client.open("arm")
         session.push(frames[0])
-        wait_until(lambda: worker.turn() or client.redis.xlen(KEYS.outbox("arm")) == 2, 10, "served")
+        wait_until(
+            lambda: worker.turn() or client.redis.xlen(KEYS.outbox("arm")) == 2, 10, "served"
+        )
         (hosted,) = worker.shards[0].hosted.values()
         worker.host.finish(hosted, "end", "idle")
         session.push(frames[1])
