@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from slot_store import WORKERS, Store
+from slot_table.store import WORKERS, Store
 from slotstream import Client
 from slotstream.embedded import EmbeddedRedis
 from slotstream_worker.config import WorkerConfig
@@ -30,7 +30,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Modules of assertions that are no tests themselves: a failure shows both sides there too.
-pytest.register_assert_rewrite("slot_model", "slot_schedule")
+pytest.register_assert_rewrite("slot_table.model", "slot_table.ledger", "slot_table.world")
 
 
 def wait_until(predicate: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:

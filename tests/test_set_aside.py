@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from slot_steps import SAVED, answer, kill, left, opened, push, replies, status, suspicion
-from slot_store import KEYS, WORKERS, Store, error, key, pairs, stream
+from slot_table.steps import SAVED, answer, kill, left, opened, push, replies, status, suspicion
+from slot_table.store import KEYS, WORKERS, Store, error, key, pairs, stream
 from slotstream.ids import OPENED, ZERO, EntryId
 from slotstream_worker.store.table import Answer, Commit
 

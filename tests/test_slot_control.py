@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slot_steps import SAVED, answer, kill, opened, push, read_all, replies, status, tell
-from slot_store import KEYS, WORKERS, Store, pairs
+from slot_table.steps import SAVED, answer, kill, opened, push, read_all, replies, status, tell
+from slot_table.store import KEYS, WORKERS, Store, pairs
 from slotstream.ids import ZERO, EntryId
 from slotstream_worker.store.table import Commit
 

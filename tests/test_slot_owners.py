@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from slot_steps import answer, kill, left, opened, push, read_all, replies, status, suspicion, tell
-from slot_store import KEYS, WORKERS, Store
+from slot_table.steps import (
+    answer,
+    kill,
+    left,
+    opened,
+    push,
+    read_all,
+    replies,
+    status,
+    suspicion,
+    tell,
+)
+from slot_table.store import KEYS, WORKERS, Store
 from slotstream.ids import ZERO, EntryId
 from slotstream_worker.store.table import Commit
 

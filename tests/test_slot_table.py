@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slot_schedule import Schedule
-from slot_steps import SAVED, answer, left, opened, push, read_all, replies, status, tell
-from slot_store import KEYS, TOP, WORKERS, Store, key
+from slot_table.schedule import Schedule
+from slot_table.steps import SAVED, answer, left, opened, push, read_all, replies, status, tell
+from slot_table.store import KEYS, TOP, WORKERS, Store, key
 from slotstream.ids import OPENED, ZERO, EntryId
 from slotstream_worker.store.table import Answer, Checkpoint, Commit
 

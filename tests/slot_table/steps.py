@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slot_store import KEYS, WORKERS, Fields, Store, pairs, stream
+from slot_table.store import KEYS, WORKERS, Fields, Store, pairs, stream
 from slotstream.ids import ZERO, EntryId
 from slotstream_worker.store.table import Answer, Checkpoint, Row
 
