@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from slot_table.store import WORKERS, Store
 from slotstream import Client
 from slotstream.embedded import EmbeddedRedis
 from slotstream_worker.config import WorkerConfig
@@ -27,6 +28,9 @@ TESTS = Path(__file__).parent
 # A model that mixes dtypes or ranks silently would hide what a row holds.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Modules of assertions that are no tests themselves: a failure shows both sides there too.
+pytest.register_assert_rewrite("slot_table.model", "slot_table.ledger", "slot_table.world")
 
 
 def wait_until(predicate: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
@@ -61,6 +65,22 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def client(redis_url: str) -> Iterator[Client]:
     with Client(redis_url, patience_s=10.0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def shared_store() -> Iterator[Store]:
+    with EmbeddedRedis() as server:
+        store = Store(server.url)
+        yield store
+        store.close()
+
+
+@pytest.fixture
+def store(shared_store: Store) -> Store:
+    """A slot table with nothing in it, whose workers are all alive."""
+    shared_store.line.call("FLUSHALL")
+    shared_store.lease(*WORKERS)
+    return shared_store
 
 
 class ThreadedWorker:
