@@ -25,6 +25,9 @@ from slotstream_worker.store.table import Row
 log = logging.getLogger(__name__)
 
 _FRUITLESS_READS, _REST_S = 30, 0.02
+_JUDGE_S = 0.5
+"""How often others' leases are looked at: the sessions of the dead wait for no more than a second
+beyond the lease."""
 _SHED_PAUSE_S = 2.0
 """A session that a worker has handed on it does not claim for so long: it is for others."""
 
@@ -92,7 +95,7 @@ class Shard:
         if now - self._swept_at > self.config.sweep_s:
             self.sweep()
         if (
-            now - self._judged_at > self.config.lease_s / 4
+            now - self._judged_at > min(self.config.lease_s / 4, _JUDGE_S)
             and now - self._connected_at > self.config.lease_s
         ):
             self._judged_at = now
