@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
-from slot_table.steps import SAVED, answer, kill, left, opened, push, replies, status, suspicion
+from slot_table.steps import (
+    SAVED,
+    answer,
+    kill,
+    left,
+    opened,
+    push,
+    replies,
+    status,
+    suspicion,
+    usual,
+)
 from slot_table.store import KEYS, WORKERS, Store, error, key, pairs, stream
 from slotstream.ids import OPENED, ZERO, EntryId
 from slotstream_worker.store.table import Answer, Commit
@@ -163,7 +175,8 @@ def test_entries_answered_but_not_checkpointed_may_have_been_run_again(store: St
     assert suspicion(store, "a") == (1, 0)
 
 
-def test_a_trial_ends_with_whatever_commit_its_owner_sends(store: Store) -> None:
+@pytest.mark.parametrize("answer", [answer, usual])
+def test_a_trial_ends_with_whatever_commit_its_owner_sends(store: Store, answer: Any) -> None:
     row = opened(store, "a")["a"]
     push(store, "a", EntryId(1), EntryId(2))
     table = store.table()

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from slot_table.schedule import Schedule
-from slot_table.steps import SAVED, answer, left, opened, push, read_all, replies, status, tell
+from slot_table.steps import (
+    SAVED,
+    answer,
+    left,
+    opened,
+    push,
+    read_all,
+    replies,
+    status,
+    tell,
+    usual,
+)
 from slot_table.store import KEYS, TOP, WORKERS, Store, key
 from slotstream.ids import OPENED, ZERO, EntryId
 from slotstream_worker.store.table import Answer, Checkpoint, Commit
@@ -99,6 +110,7 @@ def test_ids_that_are_equal_as_doubles_are_told_apart(store: Store, part: str) -
 
 HOW = {
     "answers": ((answer(EntryId(1)),), None, "", ""),
+    "outputs": ((usual(EntryId(1)),), None, "", ""),
     "checkpoint": ((), SAVED, "", ""),
     "answers and checkpoint": ((answer(EntryId(1)),), SAVED, "", ""),
     "handback": ((), SAVED, "handback", ""),
