@@ -188,7 +188,9 @@ class Schedule:
             view = rng.choice(world.views + held * 3)
             sender = rng.choice([view.worker, view.worker, view.worker, *WORKERS])
             cuts = rng.choice([view.cuts, view.cuts, view.cuts, b"9"])
-            world.begin_trial(view, sender, cuts)
+            one = answered(self.model, view, 0, 0)
+            commit = replace(one.commit, cuts=cuts)
+            world.begin_trial(replace(one, worker=sender, commit=commit))
 
     def lease(self, rng: Random) -> None:
         gone = [worker for worker in WORKERS if worker not in self.model.leases]
@@ -202,18 +204,21 @@ class Schedule:
         worker = self.anyone(rng)
         old = rng.choice([other for other in WORKERS if other != worker])
         why = "name" if (worker, old) == ("x.2", "x.1") and rng.random() < 0.7 else "dead"
-        self.world.take(worker, old, why, rng.choice([3, 2, 1, 0]), rng.random() < 0.3)
+        self.world.take(worker, old, why, rng.choice([3, 2, 1, 0]), self.named(rng))
+
+    def named(self, rng: Random) -> Sequence[str]:
+        return SESSIONS if rng.random() < 0.3 else ()
 
     def hold_again(self, rng: Random) -> None:
         """A claim's answer was lost, or an entry was cancelled."""
         worker = self.anyone(rng)
-        self.world.take(worker, worker, "self", rng.choice([3, 3, 1, 0]), rng.random() < 0.3)
+        self.world.take(worker, worker, "self", rng.choice([3, 3, 1, 0]), self.named(rng))
 
     def leave(self, rng: Random) -> None:
         worker = rng.choice(WORKERS)
         if rng.random() < 0.5:
             self.world.have_lease(worker, False)
-        self.world.take(worker, worker, "leave", 0, rng.random() < 0.3)
+        self.world.take(worker, worker, "leave", 0, self.named(rng))
 
     def die(self, rng: Random) -> None:
         """A worker dies, of a suspect perhaps, whose producer may have cancelled what waited."""
@@ -222,7 +227,7 @@ class Schedule:
         old = rng.choice(owners or WORKERS)
         for view in [v for v in world.views if v.worker == old and not v.stale][:1]:
             if rng.random() < 0.6:
-                world.begin_trial(view, old, view.cuts)
+                world.begin_trial(answered(self.model, view, 0, 0))
             if rng.random() < 0.2:
                 for entry in list(self.model.slots[view.session].behind(view.base)):
                     world.cancel(view.session, entry)

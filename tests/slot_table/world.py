@@ -16,7 +16,7 @@ from slot_table.commits import WEIGHTS, Composed, View, described
 from slot_table.ledger import Ledger
 from slot_table.model import Model
 from slot_table.row import Stream, fold
-from slot_table.store import KEYS, KINDS, SESSIONS, WORKERS, Store, as_bytes, key, pairs, read
+from slot_table.store import KEYS, KINDS, WORKERS, Store, as_bytes, key, pairs, read
 from slotstream.ids import ZERO, EntryId
 from slotstream.lines import Arg
 from slotstream_worker.store.table import Row
@@ -165,10 +165,12 @@ class World:
         assert claimed == self.model.claim(worker, sessions)
         return self._adopt(worker, rows)
 
-    def take(self, worker: str, old: str, why: str, room: int, guess: bool = False) -> list[View]:
-        """`guess`: name all sessions, whoever owns them."""
+    def take(
+        self, worker: str, old: str, why: str, room: int, named: Sequence[str] = ()
+    ) -> list[View]:
+        """`named`: the sessions, whoever owns them; by default those that `old` owns."""
         table = self.tables[worker]
-        sessions = sorted(table.owned(old)) if not guess else [s.encode() for s in SESSIONS]
+        sessions = [s.encode() for s in named] or sorted(table.owned(old))
         taken = table.take(sessions, old, why, room)
         found = [r.session for r in taken.rows], taken.put_back, taken.closed, taken.set_aside
         self.note(f"{worker} takes from {old} ({why}, room for {room}): {found[0]}, put back "
@@ -206,10 +208,13 @@ class World:
         row = self.model.fenced(view.worker, view.session, view.epoch)
         return row is not None and row.cuts == int(view.cuts) and row.done == view.base
 
-    def begin_trial(self, view: View, sender: str, cuts: bytes) -> None:
-        answer = self.tables[sender].begin_trial(view.session, view.epoch, cuts)
-        self.note(f"{sender} tries {view.session} alone, epoch {view.epoch!r}: {answer}")
-        assert answer == self.model.begin_trial(sender, view.session, view.epoch, cuts)
+    def begin_trial(self, one: Composed) -> None:
+        """Say that a session is about to run alone, in the words of a commit of it."""
+        sender, commit = one.worker, one.commit
+        fence = (commit.session, commit.epoch, commit.cuts)
+        answer = self.tables[sender].begin_trial(*fence)
+        self.note(f"{sender} tries {commit.session} alone, epoch {commit.epoch.decode()}: {answer}")
+        assert answer == self.model.begin_trial(sender, *fence)
 
     def have_lease(self, worker: str, alive: bool) -> None:
         model = self.model
