@@ -14,6 +14,7 @@ from slotstream import Client
 from slotstream.names import Keys, partition_of
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.errors import PoolFull
+from slotstream_worker.engine.pool import Pool
 from slotstream_worker.engine.rows import Rows
 
 
@@ -88,7 +89,7 @@ def test_more_sessions_than_slots_are_served_as_if_each_had_one(
     assert_same_bits(replies, calm_run(redis_url, thread_worker, model, streams))
 
 
-def test_rounds_rotate_so_that_nobody_starves(client, redis_url, thread_worker, model):
+def test_rounds_rotate_so_that_nobody_starves(client, redis_url, thread_worker, model, caplog):
     thread_worker(model, slots=2, max_sessions=8, read_ahead=64)
     streams = streams_of(8, 40, model.frame_shape, seed=2)
     sessions = client.open_many(sorted(streams), new=True)
@@ -105,6 +106,20 @@ def test_rounds_rotate_so_that_nobody_starves(client, redis_url, thread_worker, 
     # Each waits for the other three pairs at most, and for who was read first.
     assert max(behind) <= 24
     assert all(len(list(s.replies(20))) == 40 for s in sessions)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"], "a round had no slots"
+
+
+def test_rows_of_a_round_under_way_keep_their_slots(model):
+    pool = Pool(model.spec, 2)
+    rows = Rows(pool)
+    rows.hold({"a": b"", "b": b"", "c": b"\1" * model.spec.row_bytes})
+    rows.seat(["a", "b"])
+    with pytest.raises(PoolFull, match="under way"):
+        rows.seat(["c"], lambda session: session in "ab")
+    assert set(pool.sessions) == {"a", "b"}
+    rows.seat(["c"], lambda session: session == "a")
+    assert set(pool.sessions) == {"a", "c"}
+    assert rows.read(["c"]) == [b"\1" * model.spec.row_bytes]
 
 
 def test_an_idle_session_is_closed_with_the_reason_and_a_busy_one_is_not(

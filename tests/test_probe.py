@@ -117,8 +117,8 @@ def test_row_counts_are_one_or_more(cost_ms: dict[int, float]) -> None:
         (16, [1, 4, 16]),
         (17, [1, 4, 16, 32]),
         (100, [1, 4, 16, 64, 128]),
-        (1024, [1, 4, 16, 64, 256, 1024]),
-        (10**6, [1, 4, 16, 64, 256, 1024]),
+        (1024, [1, 4, 16, 64, 128, 256, 1024]),
+        (10**6, [1, 4, 16, 64, 128, 256, 1024]),
     ],
 )
 def test_candidates_climb_from_one_row_to_all_slots(slots: int, expected: list[int]) -> None:

@@ -26,7 +26,7 @@ def counted(worker, name):
 
 
 def test_a_round_waits_for_company_as_long_as_it_is_told(redis_url, thread_worker, model):
-    worker = thread_worker(model, round_wait_s=0.6)
+    worker = thread_worker(model, round_wait_s=2.0)
     frames = streams_of(3, 2, model.frame_shape, seed=5)
     with Client(redis_url) as client:
         sessions = [client.open(name) for name in frames]
@@ -41,7 +41,7 @@ def test_a_round_waits_for_company_as_long_as_it_is_told(redis_url, thread_worke
         began = time.monotonic()
         sessions[0].push(frames["s0"][1])
         assert next(sessions[0].replies(10)).error is None
-        assert 0.6 <= time.monotonic() - began < 5
+        assert 2.0 <= time.monotonic() - began < 8
 
 
 def test_a_round_that_has_its_rows_waits_no_longer(redis_url, thread_worker, model):

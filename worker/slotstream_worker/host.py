@@ -368,7 +368,7 @@ class Host:
         Empty where they would not, or where the first in line has fewer.
         """
         depth, formed = catchup.FRAMES, Round(depth=catchup.FRAMES)
-        if len(self._ready) < limit or not self.engine.catch_up_rows:
+        if limit < 1 or len(self._ready) < limit or not self.engine.catch_up_rows:
             return Round()
         chosen: list[Hosted] = []
         for hosted in self._ready:

@@ -88,10 +88,17 @@ class Rows:
                 self._seated[session] = None
         coming = [session for session in sessions if session not in self._seated]
         self._park(len(coming) - self.pool.free, set(sessions), busy)
-        if coming:
-            self.pool.admit(coming)
-            self.pool.write({session: self._parked.pop(session) for session in coming})
-            self._seated.update(dict.fromkeys(coming))
+        if not coming:
+            return
+        if not self.pool.admit(coming):
+            raise PoolFull(
+                f"{len(coming)} rows are to be seated, {self.pool.free} slots are free, and the "
+                "others hold rows of rounds that are under way"
+            )
+        self.pool.write({session: self._parked[session] for session in coming})
+        for session in coming:
+            del self._parked[session]
+        self._seated.update(dict.fromkeys(coming))
 
     def _park(self, count: int, staying: set[Session], busy: Callable[[Session], bool]) -> None:
         if count <= 0:
