@@ -153,15 +153,6 @@ class Publisher:
             lost += self.take_answers(partition, wait=True)
         return lost
 
-    def doubtful(self) -> dict[Hosted, bytes]:
-        """Ids that Redis may have as a session's last answered one, beside its `base`."""
-        found = {}
-        for sent in (*self._wave, *self._again):
-            for hosted, answers, _ in sent.commits:
-                if answers:
-                    found[hosted] = _last_id(answers)
-        return found
-
     def next_due_s(self) -> float:
         """Seconds until the next checkpoint is due."""
         if self._full:

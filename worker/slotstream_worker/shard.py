@@ -135,7 +135,6 @@ class Shard:
         if time.monotonic() - self._contact_at > self.config.lease_s / 2:
             self._connected_at = time.monotonic()
         self.publisher.publish(self.partition)
-        self._dropped(self.publisher.take_answers(self.partition, wait=True))
         self.sweep()
 
     def join(self) -> None:
@@ -173,9 +172,11 @@ class Shard:
 
     def sweep(self) -> None:
         """The slow truth: drop what is no longer held, claim anew what is, read every stream."""
+        # Nothing in doubt first: a row that our own commit has just changed is no other's.
+        self._dropped(self.publisher.take_answers(self.partition, wait=True))
         self._swept_at = time.monotonic()
         table, hosted = self.partition.table, self.hosted
-        names, doubtful = list(hosted), self.publisher.doubtful()
+        names = list(hosted)
         gone = []
         for name, fence in zip(names, table.fences(names), strict=True):
             one = hosted[name]
@@ -184,12 +185,12 @@ class Shard:
             elif (
                 fence.owner != self.config.worker
                 or fence.epoch != one.epoch
-                or raw_id(fence.done) not in (one.base, doubtful.get(one))
+                or raw_id(fence.done) != one.base
             ):
                 self._dropped([one])
             elif fence.status == "closing" and not one.mark:
                 self.host.finish(one, "end", "close")
-            elif self._idle(one, doubtful):
+            elif self._idle(one):
                 self.host.finish(one, "end", "idle")
         self._forgotten(gone)
         missing = table.owned() - {name.encode() for name in self.hosted}
@@ -278,12 +279,11 @@ class Shard:
         if self._fruitless > _FRUITLESS_READS:
             self._rests_until = now + _REST_S
 
-    def _idle(self, hosted: Hosted, doubtful: Container[Hosted]) -> bool:
+    def _idle(self, hosted: Hosted) -> bool:
         limit = self.config.idle_timeout_s
         return (
             limit > 0
             and not (hosted.queue or hosted.in_flight or hosted.answers or hosted.held)
-            and hosted not in doubtful
             and time.monotonic() - hosted.active_at > limit
         )
 
