@@ -30,6 +30,8 @@ def test_a_round_waits_for_company_as_long_as_it_is_told(redis_url, thread_worke
     frames = streams_of(3, 2, model.frame_shape, seed=5)
     with Client(redis_url) as client:
         sessions = [client.open(name) for name in frames]
+        # A round waits for no more sessions than are hosted.
+        wait_until(lambda: len(worker.worker.host) == 3, 10, "all are hosted")
         for session, stream in zip(sessions, frames.values(), strict=True):
             session.push(stream[0])
             time.sleep(0.1)

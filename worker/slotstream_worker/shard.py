@@ -14,6 +14,7 @@ from slotstream.ids import EntryId
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.host import Host
 from slotstream_worker.hosted import Hosted
+from slotstream_worker.judging import Judge
 from slotstream_worker.metrics import Metrics
 from slotstream_worker.outage import Outage
 from slotstream_worker.publisher import Publisher
@@ -52,7 +53,8 @@ class Shard:
         self.number = partition.keys.partition
         self.outage = Outage(f"partition {self.number}")
         self.ordered_to_drain = False
-        self._connected_at = self._contact_at = self._swept_at = self._judged_at = 0.0
+        self._judge = Judge(config.lease_s)
+        self._swept_at = self._judged_at = 0.0
         self._rests_until = 0.0
         self._shed_at: dict[str, float] = {}
         self._asked: dict[str, Hosted] = {}
@@ -91,15 +93,13 @@ class Shard:
             queues = self.partition.inbox.queues()
             self._fruitful(any(queues))
             self._admit(queues)
-        now = self._contact_at = time.monotonic()
+        now = time.monotonic()
+        self._judge.contact(now)
         if now - self._swept_at > self.config.sweep_s:
             self.sweep()
-        if (
-            now - self._judged_at > min(self.config.lease_s / 4, _JUDGE_S)
-            and now - self._connected_at > self.config.lease_s
-        ):
+        if now - self._judged_at > min(self.config.lease_s / 4, _JUDGE_S) and self._judge.sits(now):
             self._judged_at = now
-            self._take_from_the_dead()
+            self._take_from_the_dead(now)
         self._ask()
         self.host.resume(self.publisher.caught_up(self.partition))
 
@@ -130,10 +130,7 @@ class Shard:
         keys = self.partition.keys
         self.partition.line.call("SADD", keys.workers, self.config.worker)
         self.metrics.reconnects.inc()
-        # After a long outage every lease may be gone, so nobody is judged for a whole lease. After
-        # a short one those of the living are not: they are renewed every quarter.
-        if time.monotonic() - self._contact_at > self.config.lease_s / 2:
-            self._connected_at = time.monotonic()
+        self._judge.connected(time.monotonic())
         self.publisher.publish(self.partition)
         self.sweep()
 
@@ -141,7 +138,7 @@ class Shard:
         """Open the connections; take at once what older processes of this one's name own."""
         self.partition.connect()
         self.partition.refuse_eviction()
-        self._connected_at = self._contact_at = time.monotonic()
+        self._judge.joined(time.monotonic())
         if self.config.name:
             for worker in self.partition.table.workers():
                 if worker != self.config.worker and self._namesake(worker):
@@ -349,12 +346,13 @@ class Shard:
     def _namesake(self, worker: str) -> bool:
         return bool(self.config.name) and worker.rpartition(".")[0] == self.config.name
 
-    def _take_from_the_dead(self) -> None:
+    def _take_from_the_dead(self, now: float) -> None:
         table = self.partition.table
         workers = [w for w in table.workers() if w != self.config.worker]
-        for worker, alive in zip(workers, table.alive(workers), strict=True):
-            if not alive:
-                self._take(worker, "dead")
+        alive = table.alive(workers)
+        missing = [worker for worker, lives in zip(workers, alive, strict=True) if not lives]
+        for worker in self._judge.dead(missing, now):
+            self._take(worker, "dead")
 
     def _take(self, worker: str, why: str) -> None:
         table = self.partition.table
