@@ -74,7 +74,11 @@ def test_redis_keeps_what_it_acknowledged_and_listens_to_this_host_only():
     redis = SERVICES["redis"]
     assert redis["command"][0] == "redis-server"
     options = dict(zip(redis["command"][1::2], redis["command"][2::2], strict=True))
-    assert options == {"--appendonly": "yes", "--maxmemory-policy": "noeviction"}
+    assert options == {
+        "--appendonly": "yes",
+        "--maxmemory-policy": "noeviction",
+        "--hash-max-listpack-value": "4096",
+    }
     assert all(port.startswith("127.0.0.1:") for port in redis["ports"])
     (published,) = redis["ports"]
     assert published.endswith(":6379")

@@ -87,6 +87,10 @@ class EmbeddedRedis:
             "always",
             "--maxmemory-policy",
             "noeviction",
+            # A row with its state stays one run of memory: read and written faster, and smaller.
+            # (Later versions call it listpack, and know it by this name as well.)
+            "--hash-max-ziplist-value",
+            "4096",
             "--loglevel",
             "warning",
             "--logfile",

@@ -59,7 +59,7 @@ def tell(store: Store, session: str, *fields: str) -> EntryId:
 def suspicion(store: Store, session: str) -> tuple[int, int]:
     """The attempts and the trial that its row holds."""
     held = store.line.call("HMGET", KEYS.row(session), "attempts", "trial")
-    return int(held[0]), int(held[1])
+    return int(held[0]), int(held[1] or 0)
 
 
 def kill(store: Store, *, deaths: int = 1, most: int = 1, room: int = 5, tried: bool = True) -> Any:

@@ -35,9 +35,7 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
     return 'lost'
   end
   -- Whatever becomes of the commit, its worker has lived through the trial.
-  if row.trial ~= '' and row.trial ~= '0' then
-    redis.call('HSET', key('slot', session), 'trial', '0')
-  end
+  if row.trial ~= '' then redis.call('HDEL', key('slot', session), 'trial') end
   if row.cuts ~= cuts then return 'lost' end
   local last = #answers > 0 and answers[#answers].id or base
   if row.done ~= base then return row.done == last and 'applied' or 'lost' end

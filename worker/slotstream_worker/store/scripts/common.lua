@@ -55,6 +55,7 @@ local function last_id(stream)
   return '0-0'
 end
 
+-- Not every row has `mark`, `replies` and `trial`: they are there while they say something.
 local FIELDS = {'status', 'owner', 'epoch', 'cursor', 'done', 'cuts', 'token', 'mark', 'replies',
                 'attempts', 'trial'}
 
@@ -159,7 +160,8 @@ local function own(session, row, worker)
   local epoch = redis.call('INCR', prefix .. 'epoch')
   if row.owner ~= '' then redis.call('SREM', prefix .. 'owned:' .. row.owner, session) end
   redis.call('SADD', prefix .. 'owned:' .. worker, session)
-  redis.call('HSET', slot, 'status', 'live', 'owner', worker, 'epoch', epoch, 'trial', '0')
+  redis.call('HSET', slot, 'status', 'live', 'owner', worker, 'epoch', epoch)
+  if row.trial ~= '' then redis.call('HDEL', slot, 'trial') end
   redis.call('ZREM', prefix .. 'waiting', session)
   if redis.call('EXISTS', outbox) == 0 then
     redis.pcall('XADD', outbox, '0-1', 'op', 'opened', 'worker', worker)

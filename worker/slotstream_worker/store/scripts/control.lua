@@ -12,9 +12,11 @@ local function open(session, entry)
   redis.call('DEL', key('out', session), key('slot', session))
   redis.call('HSET', key('slot', session), 'status', 'waiting', 'owner', '', 'epoch', '0',
              'cursor', '0-0', 'done', '0-0', 'state', '', 'layout', '', 'weights', '',
-             'count', '0', 'skipped', '', 'cuts', '0', 'attempts', '0', 'trial', '0',
-             'token', token,
-             'mark', '', 'replies', entry.replies or '', 'opened', redis.call('TIME')[1])
+             'count', '0', 'skipped', '', 'cuts', '0', 'attempts', '0', 'token', token,
+             'opened', redis.call('TIME')[1])
+  if (entry.replies or '') ~= '' then
+    redis.call('HSET', key('slot', session), 'replies', entry.replies)
+  end
   if redis.call('EXISTS', key('aside', session)) == 1 then
     redis.call('HSET', key('aside', session), 'superseded', '1')
   end
