@@ -11,6 +11,7 @@ import numpy as np
 
 from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.model import Apply, Output, StreamModel, named
+from slotstream_worker.engine.picks import Pick, Picked, picked
 from slotstream_worker.engine.state import Leaf, StateSpec, Tree
 from slotstream_worker.engine.streams import check_streams
 
@@ -23,6 +24,7 @@ def build(
     frame: int,
     sample_shape: tuple[int, ...],
     dtype: Any,
+    outputs: Pick = "all",
 ) -> StreamModel:
     """Check that a model streams and say what it takes and gives.
 
@@ -44,11 +46,13 @@ def build(
             "set it, or choose another dtype"
         )
     variables = jax.tree.map(jnp.asarray, variables)
-    (outputs, state), (wider_outputs, wider) = (
+    (steps, state), (wider_steps, wider) = (
         _abstract(name, apply, variables, None, (frame, batch, *sample_shape), dtype)
         for batch in (2, 3)
     )
-    described = _outputs(name, outputs, wider_outputs, frame)
+    _check_outputs(name, steps, wider_steps, frame)
+    pick = picked(outputs)
+    sent = _picked(name, pick, steps)
     spec = _spec(name, state, wider)
     _, again = _abstract(name, apply, variables, state, (frame, 2, *sample_shape), dtype)
     _same_state(name, state, again)
@@ -59,9 +63,10 @@ def build(
         frame,
         sample_shape,
         dtype,
-        described,
-        not isinstance(outputs, Mapping),
+        tuple(Output(key, leaf.shape, np.dtype(leaf.dtype)) for key, leaf in named(sent).items()),
+        not isinstance(sent, Mapping),
         spec,
+        pick,
     )
     check_streams(model)
     return model
@@ -87,8 +92,7 @@ def _abstract(
         ) from error
 
 
-def _outputs(name: str, outputs: Any, wider: Any, frame: int) -> tuple[Output, ...]:
-    described = []
+def _check_outputs(name: str, outputs: Any, wider: Any, frame: int) -> None:
     if not named(outputs):
         raise CannotStream(f"{name} cannot be served: it returns no outputs")
     for key, leaf in named(outputs).items():
@@ -103,8 +107,28 @@ def _outputs(name: str, outputs: Any, wider: Any, frame: int) -> tuple[Output, .
                 f"{name} cannot be served: a served model returns time-major outputs [frame, "
                 f"batch, ...], here [{frame}, 2, ...], and {key!r} is {list(leaf.shape)}"
             )
-        described.append(Output(key, (frame, *leaf.shape[2:]), np.dtype(leaf.dtype)))
-    return tuple(described)
+
+
+def _picked(name: str, pick: Picked | None, steps: Any) -> Any:
+    """Shapes of what is sent of one session's frame."""
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
+        (leaf.shape[0], *leaf.shape[2:]), leaf.dtype), steps)  # fmt: skip
+    if pick is None:
+        return one
+    try:
+        sent = jax.eval_shape(pick, one)
+    except Exception as error:
+        raise CannotStream(
+            f"{name} cannot be served: outputs= raised {type(error).__name__} on what one frame of "
+            f"one session gives: {error}"
+        ) from error
+    for key, leaf in named(sent).items():
+        if not hasattr(leaf, "shape"):
+            raise CannotStream(
+                f"{name} cannot be served: outputs= gives one array or a mapping of names to "
+                f"arrays, and {key!r} is a {type(leaf).__name__}"
+            )
+    return sent
 
 
 def _spec(name: str, state: Tree, wider: Tree) -> StateSpec:

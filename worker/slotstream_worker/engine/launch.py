@@ -46,27 +46,32 @@ class Launcher:
 
         # Rows first on the host (a row's bytes are then one run of memory), time first in the
         # model; the transposition is part of the compiled step.
+        def sent(outputs: Any) -> Outputs:
+            if model.pick is None:
+                return _second_first(named(outputs))
+            return named(jax.vmap(model.pick, in_axes=1)(outputs))
+
         def begin(variables: Any, frames: jax.Array) -> tuple[Outputs, Rows]:
             outputs, state = model.apply(variables, None, jnp.moveaxis(frames, 0, 1))
-            return _rows_first(outputs), spec.from_model(state)
+            return sent(outputs), spec.from_model(state)
 
         def advance(
             variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
         ) -> tuple[Outputs, Rows]:
             state = spec.to_model([gather_rows(array, indices) for array in arrays])
             outputs, state = model.apply(variables, state, jnp.moveaxis(frames, 0, 1))
-            return _rows_first(outputs), spec.from_model(state)
+            return sent(outputs), spec.from_model(state)
 
         def advance_far(
             variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
         ) -> tuple[Outputs, Rows]:
             def step(state: Any, frame: jax.Array) -> tuple[Any, Outputs]:
                 outputs, state = model.apply(variables, state, jnp.moveaxis(frame, 0, 1))
-                return state, _rows_first(outputs)
+                return state, sent(outputs)
 
             state = spec.to_model([gather_rows(array, indices) for array in arrays])
             state, outputs = jax.lax.scan(step, state, jnp.moveaxis(frames, 1, 0))
-            return _rows_first(outputs), spec.from_model(state)
+            return _second_first(outputs), spec.from_model(state)
 
         self._begin, self._advance = jax.jit(begin), jax.jit(advance)
         self._advance_far = jax.jit(advance_far)
@@ -101,5 +106,5 @@ class Launcher:
         return Launched(plan, outputs, rows)
 
 
-def _rows_first(outputs: Any) -> Outputs:
-    return {name: jnp.moveaxis(array, 1, 0) for name, array in named(outputs).items()}
+def _second_first(arrays: Outputs) -> Outputs:
+    return {name: jnp.moveaxis(array, 1, 0) for name, array in arrays.items()}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from slotstream_worker.engine.picks import Picked
 from slotstream_worker.engine.state import StateSpec, Tree
 
 Apply = Callable[[Tree, Tree | None, jax.Array], tuple[Any, Tree]]
@@ -22,7 +23,7 @@ Apply = Callable[[Tree, Tree | None, jax.Array], tuple[Any, Tree]]
 
 @dataclass(frozen=True)
 class Output:
-    """One named output of a session's frame: `shape` is `[frame, ...]`, without the batch axis."""
+    """One named output of a session's frame: `shape` is `[frame, ...]`, or of what was picked."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,8 +34,8 @@ class Output:
 class StreamModel:
     """A streaming model with its variables.
 
-    `outputs` are what one frame of one session gives; `single` says that the model returns one
-    array and not a mapping of names.
+    `outputs` are what one frame of one session gives; `single` says that this is one array and not
+    a mapping of names. `pick` makes it of the model's own outputs; None where they are sent whole.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StreamModel:
     outputs: tuple[Output, ...]
     single: bool
     spec: StateSpec
+    pick: Picked | None = None
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

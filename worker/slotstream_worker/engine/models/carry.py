@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from slotstream_worker.engine.building import build
-from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.models.starts import repeated
+from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, jax.Array], tuple[Tree, Any]]
@@ -24,6 +24,7 @@ def carry(
     frame: int,
     sample_shape: tuple[int, ...],
     dtype: Any = "float32",
+    outputs: Pick = "all",
     name: str | None = None,
 ) -> StreamModel:
     """Serve a function with an explicit carry.
@@ -39,32 +40,26 @@ def carry(
         frame: time steps a frame.
         sample_shape: shape of one time step of one session.
         dtype: dtype of the frames.
+        outputs: what a reply carries, see `engine.picks`.
         name: what messages call the model; the function's name by default.
 
     Raises:
         CannotStream: the function cannot be served, with the reason.
     """
     called = name or str(getattr(step, "__name__", type(step).__name__))
-    start = initial_carry if callable(initial_carry) else _repeated(called, initial_carry)
+    start = initial_carry if callable(initial_carry) else repeated(called, initial_carry)
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
         before = start(frames.shape[1]) if state is None else state
-        after, outputs = step(weights, before, frames)
-        return outputs, after
+        after, ys = step(weights, before, frames)
+        return ys, after
 
-    return build(called, apply, variables, frame=frame, sample_shape=sample_shape, dtype=dtype)
-
-
-def _repeated(name: str, one: Tree) -> Callable[[int], Tree]:
-    """The carry of one session, repeated along its leading axis."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(one):
-        if jnp.shape(leaf)[:1] != (1,):
-            raise CannotStream(
-                f"{name} cannot be served: initial_carry{jax.tree_util.keystr(path)} has shape "
-                f"{list(jnp.shape(leaf))}; the carry of one session has leaves [1, ...]. Give "
-                "that, or a function of the batch size that returns the carry"
-            )
-    arrays = jax.tree.map(jnp.asarray, one)
-    return lambda batch: jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape[1:])), arrays
+    return build(
+        called,
+        apply,
+        variables,
+        frame=frame,
+        sample_shape=sample_shape,
+        dtype=dtype,
+        outputs=outputs,
     )
