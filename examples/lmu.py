@@ -75,7 +75,12 @@ def direct(stream: np.ndarray) -> dict[str, jax.Array]:
 
 def streams() -> dict[str, np.ndarray]:
     """Accelerations in g at 50 Hz, of things that move differently."""
-    gait = {"sitting": (0.0, 0.0), "walking": (1.8, 0.3), "running": (2.8, 0.9), "tram": (7.0, 0.05)}
+    gait = {
+        "sitting": (0.0, 0.0),
+        "walking": (1.8, 0.3),
+        "running": (2.8, 0.9),
+        "tram": (7.0, 0.05),
+    }
     found = {}
     for k, (name, (rate, strength)) in enumerate(gait.items()):
         rng = np.random.default_rng(k)

@@ -363,6 +363,37 @@ def test_nnx_state_may_be_put_at_rest_by_a_function() -> None:
         assert [x.tobytes() for x in a] == [x.tobytes() for x in b]
 
 
+def test_an_nnx_module_with_dropout_has_weights_that_can_be_named() -> None:
+    """Its random streams hold keys, which have no bytes, and are no weights."""
+    name = models.nnx(NnxTagger(nnx.Rngs(5)), frame=FRAME, sample_shape=(6,), batch_major=True)
+    other = models.nnx(NnxTagger(nnx.Rngs(6)), frame=FRAME, sample_shape=(6,), batch_major=True)
+    assert name.weights != other.weights
+    leaves = jax.tree.leaves(name.variables)
+    assert all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", ["nnx module with RNNs", "nnx Variables", "nnx LSTMCell"])
+def test_several_frames_of_an_nnx_module_run_in_one_launch(name: str) -> None:
+    """A backlog is caught up in a scan over frames: nnx refuses Variables made outside of it."""
+    model = case_of(name).model
+    frames = jnp.asarray(streams_of(model)[2])[:, :, None]  # [5, frame, 1, 6]
+
+    def one(weights: Any, state: Any, frame: Any) -> Any:
+        outputs, state = model.apply(weights, state, frame)
+        return state, outputs
+
+    run = jax.jit(model.apply)
+    _, state = run(model.variables, None, frames[0])
+    later = jax.jit(
+        lambda weights, state, rest: jax.lax.scan(functools.partial(one, weights), state, rest)
+    )(model.variables, state, frames[1:])[1]
+    alone = []
+    for frame in frames[1:]:
+        outputs, state = run(model.variables, state, frame)
+        alone.append(outputs)
+    np.testing.assert_allclose(later, np.stack(alone), rtol=1e-6, atol=1e-7)
+
+
 # What a reply carries
 
 

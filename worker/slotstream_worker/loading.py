@@ -1,4 +1,4 @@
-"""Finding the model that `--model MODULE:ATTRIBUTE` names."""
+"""Finding the model that `--model MODULE:ATTRIBUTE` (or `sparx:RUN`) names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import sys
 from pathlib import Path
 
+from slotstream_worker import sparx_runs
 from slotstream_worker.engine.model import StreamModel
 
 
@@ -15,7 +16,7 @@ class BadTarget(ValueError):
 
 
 def load(target: str) -> StreamModel:
-    """Import `MODULE:ATTRIBUTE`, call it, and return the `StreamModel` it gives.
+    """Import `MODULE:ATTRIBUTE`, call it, and return the `StreamModel` it gives; or load `sparx:RUN`.
 
     A module that does not exist is told apart from one that fails while it is imported: the
     latter's own error is raised.
@@ -23,6 +24,12 @@ def load(target: str) -> StreamModel:
     Raises:
         BadTarget: there is no such module or attribute, or it gives something else.
     """
+    # A scheme of its own: the run that a training left (see `sparx_runs`).
+    if target.startswith(f"{sparx_runs.SCHEME}:") and target != f"{sparx_runs.SCHEME}:":
+        try:
+            return sparx_runs.load(target.partition(":")[2])
+        except sparx_runs.BadRun as error:
+            raise BadTarget(str(error)) from error
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute) or name.startswith("."):
         raise BadTarget(f"a model is MODULE:ATTRIBUTE, as in mymodels:gru; got {target!r}")

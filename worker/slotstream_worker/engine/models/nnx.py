@@ -52,8 +52,10 @@ def nnx(
     name = type(module).__name__
     module.eval()  # type: ignore[no-untyped-call]
     moved = _written(name, module, (frame, 1, *sample_shape), dtype, batch_major)
-    graph, *parts = flax_nnx.split(module, lambda path, _: path in moved, ...)
-    held, weights = parts
+    # Random streams that a call leaves alone (dropout's, in eval mode) are no weights: a key has no
+    # bytes to name a version by.
+    graph, *parts = flax_nnx.split(module, lambda path, _: path in moved, flax_nnx.RngState, ...)
+    held, random, weights = parts
     one = flax_nnx.to_pure_dict(held)
     start = None if rest else repeated(name, one, what="the Variable ")
 
@@ -63,8 +65,10 @@ def nnx(
             values, carries = state["variables"], state["carries"]
         else:
             values = start(frames.shape[1]) if start else one
-        # Variables of this call's own: nnx changes them in place, and JAX traces this again.
-        merged = flax_nnx.merge(graph, _as_state(held, values), variables)
+        # Variables of this call's own: nnx changes them in place, JAX traces this again, and a
+        # transform of nnx refuses those that were made outside of a scan that it runs in.
+        own = jax.tree.map(lambda leaf: leaf, (random, variables))
+        merged = flax_nnx.merge(graph, _as_state(held, values), *own)
         if state is None and rest:
             rest(merged, frames.shape[1])
         going = _carry_on(merged, carries)
