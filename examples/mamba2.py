@@ -5,8 +5,8 @@
 
 Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
 Structured State Space Duality", ICML; one group, heads of equal width. It is served in its
-recurrent form; `direct` is the form that one trains, which has no loop over time: a convolution over
-the whole stream and a masked matrix between all pairs of steps. The streams are heartbeats.
+recurrent form; `direct` is the form that one trains, which has no loop over time: a convolution
+over the whole stream and a masked matrix between all pairs of steps. The streams are heartbeats.
 """
 
 from typing import Any

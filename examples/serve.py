@@ -25,7 +25,7 @@ from slotstream_worker.service import serve
 from slotstream_worker.worker import Worker
 
 Direct = Callable[[Any], Any]
-"""One whole stream `[steps, *sample_shape]` to its outputs `[steps, ...]`, an array or a mapping."""
+"""A whole stream `[steps, *sample_shape]` to its outputs `[steps, ...]`, an array or a mapping."""
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest output, that is put down to rounding: the direct call

@@ -3,8 +3,8 @@
     python examples/spiking_conv.py
     slotstream worker --model examples.spiking_conv:model
 
-Each layer's membranes stand in the collection `state`: `models.linen` carries it from frame to frame.
-The streams are events (brighter and darker, counted a millisecond) of shapes that move.
+Each layer's membranes stand in the collection `state`, which `models.linen` carries from frame to
+frame. The streams are events (brighter and darker, counted a millisecond) of a disc that moves.
 """
 
 import flax.linen as nn

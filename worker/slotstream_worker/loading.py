@@ -16,7 +16,7 @@ class BadTarget(ValueError):
 
 
 def load(target: str) -> StreamModel:
-    """Import `MODULE:ATTRIBUTE`, call it, and return the `StreamModel` it gives; or load `sparx:RUN`.
+    """Import `MODULE:ATTRIBUTE`, call it, and return the `StreamModel` it gives; or `sparx:RUN`'s.
 
     A module that does not exist is told apart from one that fails while it is imported: the
     latter's own error is raised.

@@ -10,9 +10,9 @@ needs to be said. Frames are the encoder's output, time-major `[frame, ...]` flo
 `models.linen(network, variables, call=..., frame=..., sample_shape=...)`.
 
 After the question mark may stand, joined with `&`: `frame` (time steps a frame, 1 by default),
-`outputs` (what a reply carries, in the words of `engine.picks`), `step` (which checkpoint; the latest
-by default), `ema` (`0` for the live weights where the run kept an average), `trust` (packages besides
-sparx that the record may import, with commas).
+`outputs` (what a reply carries, in the words of `engine.picks`), `step` (which checkpoint; the
+latest by default), `ema` (`0` for the live weights where the run kept an average), `trust`
+(packages besides sparx that the record may import, with commas).
 """
 
 from __future__ import annotations
