@@ -1,4 +1,4 @@
-"""mamba2-jax: an nnx Mamba-2 that takes and returns caches, a convolution's and an SSM's a layer."""
+"""mamba2-jax: an nnx Mamba-2 that takes and returns its caches, a convolution's and an SSM's."""
 
 from typing import Any
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,14 +35,13 @@ def network(net: Any, sample: tuple[int, ...], **call: Any) -> Case:
     return Case(model, whole, "linen", events(0.5, *sample))
 
 
-def trained() -> Case:
-    """A run that sparx trains here in a few steps, served by its directory."""
+def train(folder: Path) -> Path:
+    """Train a network with delays, deployed with rounded ones, for a few steps; returns the run."""
     from dew.data import Dataset, Loading
     from dew.inputs import Field
     from sparx.config import SNNRunConfig
     from sparx.encode import EventsEncoder
     from sparx.objectives import SpikingClassifierObjective
-    from sparx.tasks import SpikingClassification
 
     rng = np.random.default_rng(0)
     records = {
@@ -50,22 +50,30 @@ def trained() -> Case:
     }
     loading = Loading(workers=0, threads=1, read_buffer=1)
     dataset = Dataset.from_records(records, batch=8, validation=records, loading=loading)
+    run = SNNRunConfig()
+    fields = {**run.model.fields, "hidden": [32], "classes": 3, "delays": 6}
+    often = {"steps": 4, "log_every": 4, "eval_every": 4, "checkpoint_every": 4}
+    trainer = dataclasses.replace(
+        run.trainer, checkpoint_dir=str(folder), batch_size=8, compilation_cache_dir=None, **often
+    )
+    model = dataclasses.replace(run.model, fields=fields)
+    run = dataclasses.replace(run, model=model, trainer=trainer)
+    sample, encoder = Field("spikes", (20, 12)), EventsEncoder()
+    objective = SpikingClassifierObjective(
+        run.model.build(), sample, encoder, deployed={"sigma": 0.0}
+    )
+    run.train(objective, dataset, name="snn")
+    return folder / "snn"
+
+
+def trained() -> Case:
+    """A run that sparx trains here, served by its directory, against its own trained task."""
+    from sparx.tasks import SpikingClassification
+
     with tempfile.TemporaryDirectory(prefix="slotstream-sparx-") as folder:
-        run = SNNRunConfig()
-        fields = {**run.model.fields, "hidden": [32], "classes": 3, "delays": 6}
-        often = {"steps": 4, "log_every": 4, "eval_every": 4, "checkpoint_every": 4}
-        trainer = dataclasses.replace(
-            run.trainer, checkpoint_dir=folder, batch_size=8, compilation_cache_dir=None, **often
-        )
-        model = dataclasses.replace(run.model, fields=fields)
-        run = dataclasses.replace(run, model=model, trainer=trainer)
-        sample, encoder = Field("spikes", (20, 12)), EventsEncoder()
-        objective = SpikingClassifierObjective(
-            run.model.build(), sample, encoder, deployed={"sigma": 0.0}
-        )
-        run.train(objective, dataset, name="snn")
-        served = sparx_runs.load(f"{folder}/snn?frame=5")
-        task = SpikingClassification.from_run(f"{folder}/snn")
+        directory = train(Path(folder))
+        served = sparx_runs.load(f"{directory}?frame=5")
+        task = SpikingClassification.from_run(str(directory))
 
     def whole(stream: jax.Array) -> Any:
         return task.model.apply(task.variables, stream[:, None], train=False, **task.call)[:, 0]
