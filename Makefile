@@ -4,6 +4,7 @@
 #   make bench   the measurements (bench-peers, bench-gpu: see benchmarks/README.md)
 #   make train   the demo's network, from its data
 #   make chaos   faults by the hundred, every reply compared
+#   make compat  packages' own models, served and compared (docs/compatibility.md)
 # PYTHON=... chooses an interpreter; without it the first of these that really runs is taken
 # (a version manager's stand-in for a Python that is not installed does not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: demo test lint format chaos bench bench-peers bench-gpu train clean
+.PHONY: demo test lint format chaos compat bench bench-peers bench-gpu train clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -41,6 +42,10 @@ format: $(STAMP)
 # Workers killed, paused, drained and added, Redis restarted, under load: about ten minutes.
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos.py $(ARGS)
+
+# Downloads packages, into environments of their own under .compat/, which stay.
+compat: $(STAMP)
+	$(BIN)/python -m compat $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

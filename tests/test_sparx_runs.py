@@ -1,4 +1,4 @@
-"""`--model sparx:RUN`: what is asked of a run, and a run that is served where sparx is installed."""
+"""`--model sparx:RUN`: what is asked of a run; and, where sparx is installed, a run served."""
 
 from __future__ import annotations
 
