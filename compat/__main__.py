@@ -31,18 +31,17 @@ FAMILIES = [family for environment in ENVIRONMENTS for family in environment.fam
 @click.option("--write", is_flag=True, help=f"Put the table into {PAGE.relative_to(ROOT)}.")
 def main(only: tuple[str, ...], write: bool) -> None:
     """Serve models of packages from PyPI, and compare them with the packages' own calls."""
-    console, families = Console(), []
+    console, families, kept = Console(), [], KEPT / "results.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
     for environment in ENVIRONMENTS:
         for family in environment.families:
             if only and family not in only:
                 continue
             console.print(f"{family}: in .compat/{environment.name}", highlight=False)
             families.append(run(environment, family))
+            known[family] = families[-1]
+            kept.write_text(json.dumps(known, indent=1))  # what is done is not lost by stopping
     console.print(report.table(families))
-    kept = KEPT / "results.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    known |= {family["family"]: family for family in families}
-    kept.write_text(json.dumps(known, indent=1))
     if write:
         report.write(PAGE, [known[name] for name in FAMILIES if name in known])
     verdicts = [one["verdict"] for family in families for one in family["results"]]

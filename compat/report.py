@@ -39,7 +39,9 @@ def _seen(one: dict[str, Any]) -> tuple[str, str]:
         return word, shortened(one["reason"])
     difference = f"{one['difference']:.2g} of {one['scale']:.3g}"
     company = "" if one["company"] else "; ITS BITS DEPEND ON COMPANY"
-    return word, ("0" if one["verdict"] == "bitwise" else difference) + company
+    rows = ",".join(map(str, one.get("rows", ()))) or "4"
+    launches = "" if rows == "4" else f"; in launches of {rows} rows"
+    return word, ("0" if one["verdict"] == "bitwise" else difference) + launches + company
 
 
 def shortened(reason: str, most: int = 220) -> str:

@@ -15,6 +15,9 @@ from slotstream_worker import CannotStream, StreamModel, StreamServer
 from slotstream_worker.engine.model import random_frames
 
 SLOTS = 3
+ROW_COUNTS = ((4,), (1, 2, 8))
+"""Rows of a launch. The others are tried where a row of the first rounds by its place in the
+launch, which the engine's own measurement finds out; all at once would take thrice as long."""
 LENGTHS = (4, 1, 5, 2, 5, 3)
 """Frames of each session. There are more sessions than slots, so that rows are used again."""
 TOLERANCE = 1e-4
@@ -29,7 +32,8 @@ class Result:
     `verdict` is one of `bitwise` (the package's bits), `rounding` (within `TOLERANCE`), `differs`,
     `refused` (`CannotStream`; `reason` says why) and `failed` (`reason` is the error). `difference`
     is the largest from the package's own call, `scale` the largest output, `company` whether two
-    servings in different company gave the same bits, `state_bytes` those of a session.
+    servings in different company gave the same bits, `state_bytes` those of a session, `rows` those
+    of a launch.
     """
 
     case: str
@@ -43,6 +47,7 @@ class Result:
     scale: float = 0.0
     difference: float = 0.0
     company: bool = False
+    rows: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -64,7 +69,7 @@ def compare(name: str, case: Case) -> Result:
     """Serve a case and judge it; errors are the caller's."""
     model = case.model
     streams = [_stream(case, seed, frames) for seed, frames in enumerate(LENGTHS)]
-    server = StreamServer(model, slots=SLOTS, row_counts=(4,))
+    server = serving(model)
     found = interleaved(server, streams, seed=1)
     again = interleaved(server, streams, seed=2)
     whole = jax.jit(case.whole)
@@ -87,7 +92,22 @@ def compare(name: str, case: Case) -> Result:
         scale=scale,
         difference=difference,
         company=_bits(found) == _bits(again),
+        rows=server.engine.row_counts,
     )
+
+
+def serving(model: StreamModel) -> StreamServer:
+    """A server of the model, with the first row counts that it can be served with.
+
+    Raises:
+        CannotStream: there are none.
+    """
+    for counts in ROW_COUNTS[:-1]:
+        try:
+            return StreamServer(model, slots=SLOTS, row_counts=counts)
+        except CannotStream:
+            continue
+    return StreamServer(model, slots=SLOTS, row_counts=ROW_COUNTS[-1])
 
 
 def interleaved(

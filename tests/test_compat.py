@@ -58,6 +58,7 @@ def test_what_matches_is_found_to_be_bitwise_in_any_company() -> None:
     found = run("toy", lambda: Case(toy(), whole, "carry", integers))
     assert (found.verdict, found.difference, found.company) == ("bitwise", 0.0, True)
     assert (found.adapter, found.state, found.state_bytes) == ("carry", "float32", 12)
+    assert found.rows == (4,)
     assert found.sessions == 6
     assert found.frames == 20
     assert found.scale > 1
@@ -84,6 +85,20 @@ def test_state_that_leaks_from_one_session_to_the_next_is_found() -> None:
         ),
     )
     assert run("toy", lambda: Case(leaky, whole, "carry", integers)).verdict == "differs"
+
+
+def test_a_row_that_rounds_by_its_place_is_served_in_launches_that_hold() -> None:
+    """As a convolution does on a CPU, whose threads share a launch of four rows unevenly."""
+
+    def placed(weights: Any, carry: Any, frames: Any) -> Any:
+        carry, ys = decay(weights, carry, frames)
+        place = jnp.arange(frames.shape[1], dtype=jnp.float32)[None, :, None]
+        return carry, ys + (jnp.float32(1e-3) * place if frames.shape[1] == 4 else 0 * place)
+
+    found = run("toy", lambda: Case(toy(placed), whole, "carry", integers))
+    assert (found.verdict, found.company) == ("bitwise", True)
+    assert found.rows
+    assert 4 not in found.rows
 
 
 def test_what_cannot_stream_says_why() -> None:
@@ -119,6 +134,8 @@ def test_the_table_says_each_verdict_and_is_put_between_its_marks(tmp_path: Path
     assert rows[0] == ("toys 1.2", "a", "", "", "yes, its bits", "0")
     assert rows[1][4:] == ("yes, to rounding", "1e-07 of 2; ITS BITS DEPEND ON COMPANY")
     assert rows[2][4] == "refused"
+    narrow = report._seen({**results[0], "rows": [2]})
+    assert narrow == ("yes, its bits", "0; in launches of 2 rows")
     assert len(rows[2][5]) == 220
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
