@@ -115,6 +115,7 @@ class Engine:
         frames: np.ndarray[Any, Any],
         *,
         from_rest: Collection[Session] = (),
+        steps: Sequence[int] | None = None,
     ) -> Flight:
         """Launch one frame of each session; every row stays as it is until `finish`.
 
@@ -122,6 +123,7 @@ class Engine:
             sessions: hold slots, each named once.
             frames: `[sessions, frame, *sample_shape]`, in their order.
             from_rest: sessions whose state this frame starts anew (a reset before it).
+            steps: how many of each frame's steps are real; all of them by default.
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
@@ -130,12 +132,14 @@ class Engine:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
         parts: list[tuple[Launched, Sequence[int]]] = []
         if has_state.all() or not has_state.any():
-            self._launch(parts, sessions, frames, range(len(sessions)), bool(has_state[:1].all()))
+            where, state = range(len(sessions)), bool(has_state[:1].all())
+            self._launch(parts, sessions, frames, where, state, steps)
         else:
             for state in (False, True):
                 places = np.flatnonzero(has_state == state).tolist()
                 chosen = [sessions[k] for k in places]
-                self._launch(parts, chosen, frames[places], places, state)
+                real = [steps[k] for k in places] if steps is not None else None
+                self._launch(parts, chosen, frames[places], places, state, real)
         return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
 
     def begin_far(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any]) -> Flight:
@@ -160,6 +164,7 @@ class Engine:
         frames: np.ndarray[Any, Any],
         positions: Sequence[int],
         has_state: bool,
+        steps: Sequence[int] | None,
     ) -> None:
         """Launch rows that are all at rest, or all hold state."""
         start = 0
@@ -167,7 +172,8 @@ class Engine:
             part = slice(start, start + count)
             plan = self.pool.plan(sessions[part], rows=count)
             plan.has_state[:] = has_state
-            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count))
+            real = steps[part] if steps is not None else None
+            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count), real)
             parts.append((launched, positions[part]))
             start += count
 
@@ -189,9 +195,10 @@ class Engine:
         frames: np.ndarray[Any, Any],
         *,
         from_rest: Collection[Session] = (),
+        steps: Sequence[int] | None = None,
     ) -> list[Ran]:
         """`begin` and `finish` in one."""
-        return self.finish(self.begin(sessions, frames, from_rest=from_rest))
+        return self.finish(self.begin(sessions, frames, from_rest=from_rest, steps=steps))
 
     def isolate(
         self,
@@ -200,6 +207,7 @@ class Engine:
         *,
         from_rest: Collection[Session] = (),
         positions: Sequence[int] | None = None,
+        steps: Sequence[int] | None = None,
     ) -> Iterable[Ran | Failed]:
         """Run a round that failed once more, halved until each failure stands alone.
 
@@ -210,7 +218,7 @@ class Engine:
         if not len(sessions):
             return
         try:
-            for ran in self.run(sessions, frames, from_rest=from_rest):
+            for ran in self.run(sessions, frames, from_rest=from_rest, steps=steps):
                 yield replace(ran, positions=[places[k] for k in ran.positions])
         except Exception as error:
             if len(sessions) == 1:
@@ -219,7 +227,11 @@ class Engine:
             half = len(sessions) // 2
             for part in (slice(0, half), slice(half, None)):
                 yield from self.isolate(
-                    sessions[part], frames[part], from_rest=from_rest, positions=places[part]
+                    sessions[part],
+                    frames[part],
+                    from_rest=from_rest,
+                    positions=places[part],
+                    steps=steps[part] if steps is not None else None,
                 )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from slotstream_worker.engine.building import build
-from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.engine.models.starts import repeated
+from slotstream_worker.engine.model import SampleShape, StreamModel
+from slotstream_worker.engine.models.starts import batch_of, repeated
 from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
 
@@ -22,7 +22,7 @@ def carry(
     variables: Tree,
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
     name: str | None = None,
@@ -38,8 +38,9 @@ def carry(
             an input of `(1, features)`).
         variables: any tree of arrays; the weights.
         frame: time steps a frame.
-        sample_shape: shape of one time step of one session.
-        dtype: dtype of the frames.
+        sample_shape: shape of one time step of one session; of a model with several inputs, by
+            their names.
+        dtype: dtype of the frames, one for all inputs or by their names.
         outputs: what a reply carries, see `engine.picks`.
         name: what messages call the model; the function's name by default.
 
@@ -50,7 +51,7 @@ def carry(
     start = initial_carry if callable(initial_carry) else repeated(called, initial_carry)
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
-        before = start(frames.shape[1]) if state is None else state
+        before = start(batch_of(frames)) if state is None else state
         after, ys = step(weights, before, frames)
         return ys, after
 

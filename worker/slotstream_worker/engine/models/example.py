@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from slotstream_worker.engine.building import build
-from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.model import SampleShape, StreamModel
+from slotstream_worker.engine.models.starts import batch_of
 from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
 
@@ -22,7 +23,7 @@ def example(
     variables: Tree,
     *,
     frame: int,
-    sample_shape: Any,
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
     per_step: bool = False,
@@ -58,7 +59,7 @@ def example(
 
     def apply(weights: Tree, state: Tree | None, frames: Any) -> tuple[Any, Tree]:
         if state is None:
-            batch = jax.tree.leaves(frames)[0].shape[1]
+            batch = batch_of(frames)
             state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), start)
         after, ys = jax.vmap(over_frame, in_axes=(None, 0, 1), out_axes=(0, 1))(
             weights, state, frames
