@@ -13,6 +13,7 @@ from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.inputs import Input, inputs_of, unpack
 from slotstream_worker.engine.model import Apply, Output, StreamModel, named
 from slotstream_worker.engine.picks import Pick, Picked, picked
+from slotstream_worker.engine.seeds import Seeding, rest_rows
 from slotstream_worker.engine.state import Leaf, StateSpec, Tree
 from slotstream_worker.engine.streams import check_streams
 
@@ -26,6 +27,7 @@ def build(
     sample_shape: tuple[int, ...] | Mapping[str, tuple[int, ...]],
     dtype: Any,
     outputs: Pick = "all",
+    seeding: Seeding | None = None,
 ) -> StreamModel:
     """Check that a model streams and say what it takes and gives.
 
@@ -81,6 +83,7 @@ def build(
         spec,
         pick,
         inputs,
+        rest_rows(name, spec, seeding) if seeding else None,
     )
     check_streams(model)
     return model

@@ -12,6 +12,7 @@ import numpy as np
 
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.model import StreamModel, named
+from slotstream_worker.engine.seeds import started
 
 SESSIONS, FRAMES = 6, 5
 
@@ -58,13 +59,17 @@ def compare(
     streams = model.random_frames(rng, (sessions, FRAMES))
     company = _in_company(engine, streams, rng)
     progress(1, total)
-    alone = [_alone(engine, stream) for stream in streams]
+    alone = [_alone(engine, k, stream) for k, stream in enumerate(streams)]
     progress(2, total)
     whole = []
     run = jax.jit(_whole(model))
+    begun = [started(model.spec, model.rest(k)) if model.rest else None for k in range(sessions)]
     for k, stream in enumerate(streams):
         whole.append(
-            {name: np.asarray(array) for name, array in run(model.variables, stream).items()}
+            {
+                name: np.asarray(array)
+                for name, array in run(model.variables, begun[k], stream).items()
+            }
         )
         progress(3 + k, total)
     return (
@@ -73,12 +78,12 @@ def compare(
     )
 
 
-def _whole(model: StreamModel) -> Callable[[Any, Any], dict[str, Any]]:
+def _whole(model: StreamModel) -> Callable[[Any, Any, Any], dict[str, Any]]:
     """One call over a stream `[frames, frame, *sample]`; outputs `[frames, ...]` as sent."""
 
-    def run(variables: Any, stream: Any) -> dict[str, Any]:
+    def run(variables: Any, state: Any, stream: Any) -> dict[str, Any]:
         steps = stream.reshape(-1, 1, *stream.shape[2:])
-        outputs, _ = model.apply(variables, None, steps)
+        outputs, _ = model.apply(variables, state, steps)
         frames = jax.tree.map(
             lambda y: jnp.squeeze(y, 1).reshape(len(stream), model.frame, *y.shape[2:]), outputs
         )
@@ -90,10 +95,10 @@ def _whole(model: StreamModel) -> Callable[[Any, Any], dict[str, Any]]:
     return run
 
 
-def _alone(engine: Engine, stream: np.ndarray[Any, Any]) -> Arrays:
-    engine.pool.admit(["alone"])
-    parts = [engine.run(["alone"], frame[None])[0].outputs for frame in stream]
-    engine.pool.release(["alone"])
+def _alone(engine: Engine, session: int, stream: np.ndarray[Any, Any]) -> Arrays:
+    engine.pool.admit([session])
+    parts = [engine.run([session], frame[None])[0].outputs for frame in stream]
+    engine.pool.release([session])
     return _joined(parts)
 
 

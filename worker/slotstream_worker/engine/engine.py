@@ -10,8 +10,8 @@ for ran in engine.finish(flight):              # waits, and only then changes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,8 @@ class Flight:
 
     launches: tuple[Launched, ...]
     positions: tuple[Sequence[int], ...]
+    undo: Mapping[Session, bytes] = field(default_factory=dict)
+    """Rows as they were before a reset that is part of the round, where that had to be written."""
 
 
 class Engine:
@@ -61,7 +63,7 @@ class Engine:
 
     def __init__(self, model: StreamModel, slots: int) -> None:
         self.model = model
-        self.pool = Pool(model.spec, slots)
+        self.pool = Pool(model.spec, slots, model.rest)
         self.launcher = Launcher(model)
         self.probed: Probe | None = None
         self._cover: Cover | None = None
@@ -127,6 +129,28 @@ class Engine:
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
+        undo: dict[Session, bytes] = {}
+        if from_rest and self.pool.rest:
+            undo = dict(zip(from_rest, self.pool.read(list(from_rest)), strict=True))
+            self.pool.write(dict.fromkeys(from_rest, b""))
+            from_rest = ()
+        try:
+            return replace(self._begin(sessions, frames, from_rest, steps), undo=undo)
+        except BaseException:
+            self._undo(undo)
+            raise
+
+    def _undo(self, rows: Mapping[Session, bytes]) -> None:
+        if rows:
+            self.pool.write({s: raw for s, raw in rows.items() if s in self.pool})
+
+    def _begin(
+        self,
+        sessions: Sequence[Session],
+        frames: np.ndarray[Any, Any],
+        from_rest: Collection[Session],
+        steps: Sequence[int] | None,
+    ) -> Flight:
         has_state = self.pool.all_have_state(sessions)
         if from_rest:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
@@ -182,10 +206,14 @@ class Engine:
 
         Raises what a launch raised; then no row has changed, whichever launch it was.
         """
-        ran = [
-            Ran(launched.plan.sessions, launched.wait(), positions)
-            for launched, positions in zip(flight.launches, flight.positions, strict=True)
-        ]
+        try:
+            ran = [
+                Ran(launched.plan.sessions, launched.wait(), positions)
+                for launched, positions in zip(flight.launches, flight.positions, strict=True)
+            ]
+        except BaseException:
+            self._undo(flight.undo)
+            raise
         self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
         return ran
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,7 @@ class StreamModel:
     `outputs` are what one frame of one session gives; `single` says that this is one array and not
     a mapping of names. `pick` makes it of the model's own outputs; None where they are sent whole.
     `inputs` are those of a model with several; its frames are then bytes (see `engine.inputs`).
+    `rest` gives the row that a session starts from, where each has its own (see `engine.seeds`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class StreamModel:
     spec: StateSpec
     pick: Picked | None = None
     inputs: tuple[Input, ...] = ()
+    rest: Callable[[Hashable], bytes] | None = None
 
     @property
     def frame_shape(self) -> tuple[int, ...]:

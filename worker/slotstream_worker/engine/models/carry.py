@@ -11,6 +11,7 @@ from slotstream_worker.engine.building import build
 from slotstream_worker.engine.model import SampleShape, StreamModel
 from slotstream_worker.engine.models.starts import batch_of, repeated
 from slotstream_worker.engine.picks import Pick
+from slotstream_worker.engine.seeds import Seeding
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, jax.Array], tuple[Tree, Any]]
@@ -25,6 +26,8 @@ def carry(
     sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
+    key: str = "",
+    seed: int = 0,
     name: str | None = None,
 ) -> StreamModel:
     """Serve a function with an explicit carry.
@@ -42,6 +45,9 @@ def carry(
             their names.
         dtype: dtype of the frames, one for all inputs or by their names.
         outputs: what a reply carries, see `engine.picks`.
+        key: the leaf of the state that is a random key (uint32 `[2]`, `jax.random.key_data`), by
+            its names with dots between; each session starts from a key of its own.
+        seed: what the sessions' keys are drawn from, with their ids.
         name: what messages call the model; the function's name by default.
 
     Raises:
@@ -63,4 +69,5 @@ def carry(
         sample_shape=sample_shape,
         dtype=dtype,
         outputs=outputs,
+        seeding=Seeding(seed, key, start) if key else None,
     )
