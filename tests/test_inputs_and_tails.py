@@ -142,9 +142,9 @@ A, B = np.zeros((2, 2), np.float32), np.zeros(2, bool)
 @pytest.mark.parametrize(
     ("value", "code", "words"),
     [
-        ({"a": A}, "inputs", "a map of a float32.*b bool"),
-        ({"a": A, "c": B}, "inputs", r"got \['a', 'c'\]"),
-        (A, "inputs", "got one array"),
+        ({"a": A}, "shape", "a map of a float32.*b bool"),
+        ({"a": A, "c": B}, "shape", r"got \['a', 'c'\]"),
+        (A, "shape", "got one array"),
         ({"a": np.zeros((2, 3), np.float32), "b": B}, "shape", "input a"),
         ({"a": A, "b": B[:1]}, "shape", "one number of steps"),
         ({"a": A.astype(float), "b": B}, "dtype", "float32, got float64"),

@@ -92,7 +92,7 @@ class NamedFrames:
     def _checked(self, arrays: Mapping[str, Array], *, last: bool) -> dict[str, Array]:
         if not isinstance(arrays, Mapping) or arrays.keys() != self.parts.keys():
             got = sorted(map(str, arrays)) if isinstance(arrays, Mapping) else type(arrays).__name__
-            raise BadFrame("inputs", f"a frame is a map of {self.name}; got {got}")
+            raise BadFrame("shape", f"a frame is a map of {self.name}; got {got}")
         found, steps = {}, set()
         for name, part in self.parts.items():
             array = np.asarray(arrays[name])
@@ -140,7 +140,7 @@ class NamedFrames:
         """
         arrays = decode(raw, max_bytes=self.max_bytes)
         if not isinstance(arrays, dict):
-            raise BadFrame("inputs", f"this app takes a map of {self.name}, got one array")
+            raise BadFrame("shape", f"this app takes a map of {self.name}, got one array")
         for name, array in arrays.items():
             part = self.parts.get(name)
             if part is not None and array.dtype.newbyteorder("=") != part.dtype:

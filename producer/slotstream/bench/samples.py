@@ -47,7 +47,7 @@ def from_file(file: Path, config: dict[str, str]) -> Samples:
     """The frames of a .npy file, or its time steps cut into frames of the app's length."""
     codec, array = frames_of(config), np.load(file, allow_pickle=False)
     if isinstance(codec, NamedFrames):
-        raise BadFrame("inputs", f"this app takes several inputs ({codec.name}); a .npy has one")
+        raise BadFrame("shape", f"this app takes several inputs ({codec.name}); a .npy has one")
     return Samples(codec, cut(array, config, None))
 
 
