@@ -1,0 +1,113 @@
+"""One time step of a membrane, as coefficients.
+
+All of NIR's neurons are linear between spikes, so a step of any of them, in any discretisation
+and with any framework's scaling, is
+
+    i <- di i + gi x                        (CubaLI, CubaLIF)
+    v <- d v + ci i + g x + c               (i: the current before the step)
+
+and what differs is the numbers. They are computed here, in float64, from the equations:
+
+    I, IF            dv/dt = r x
+    LI, LIF          tau dv/dt = v_leak - v + r x
+    CubaLI, CubaLIF  tau_syn di/dt = -i + w_in x;  tau_mem dv/dt = v_leak - v + r i
+
+`euler` is forward Euler with the current first: `i += dt/tau_syn (w_in x - i)`, then
+`v += dt/tau_mem (v_leak - v + r i)` with the new `i`. `exact` is the solution for an input that
+is constant over the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slotstream_worker.nir.fields import Array, Fields
+from slotstream_worker.nir.semantics import Gain
+from slotstream_worker.nir.settings import Settings
+
+
+@dataclass(frozen=True)
+class Membrane:
+    """The coefficients above by name, those that are zero (or, of `d`, one) left out.
+
+    `parameters` are the fields they come from; `scale` is what the input is multiplied with on
+    its way to the membrane, for rules that put it elsewhere.
+    """
+
+    coefficients: dict[str, Array]
+    parameters: dict[str, Array]
+    scale: Array
+
+
+def membrane(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+    """The coefficients of a neuron; raises `BadGraph` where a field is no good."""
+    kind = fields.node.kind
+    if kind in ("I", "IF"):
+        return _integrator(fields, settings, gain)
+    if kind in ("LI", "LIF"):
+        return _leaky(fields, settings, gain)
+    return _current_based(fields, settings, gain)
+
+
+def _integrator(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+    """`v += dt r x`, in both discretisations; `unit step`: `v += x`."""
+    r = fields.reals("r")
+    g = np.ones_like(r) if gain == "unit step" else r * settings.step_of(fields)
+    return Membrane({"g": g}, {"r": r}, g)
+
+
+def _leaky(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+    """`d = 1 - dt/tau` (Euler) or `exp(-dt/tau)`; `g = r (1 - d)`; `c = v_leak (1 - d)`."""
+    r, leak = fields.reals("r"), fields.reals("v_leak")
+    tau, d, share = _decay(fields, "tau", settings)
+    scale = (np.ones_like(r) if gain == "without r" else r) * share
+    g = np.ones_like(scale) if gain == "in the threshold" else scale
+    return Membrane({"d": d, "g": g, "c": leak * share}, {"tau": tau, "r": r, "v_leak": leak}, scale)
+
+
+def _current_based(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+    """Euler: `di = 1 - dt/tau_syn`, `d = 1 - dt/tau_mem`, `ci = r (1 - d) di`.
+
+    Exact: with `di = exp(-dt/tau_syn)`, `d = exp(-dt/tau_mem)` and
+    `k = (di - d) tau_syn / (tau_syn - tau_mem)` (`d dt/tau_mem` where both are equal), the
+    share of the current before the step: `ci = r k`, `g = r w_in (1 - d - k)`.
+    """
+    r, leak, w = fields.reals("r"), fields.reals("v_leak"), fields.reals("w_in", default=1.0)
+    tau_syn, di, share_i = _decay(fields, "tau_syn", settings)
+    tau_mem, d, share = _decay(fields, "tau_mem", settings)
+    gi = w * share_i
+    if gain == "unit":
+        ci, g, gi = di, np.ones_like(di), np.ones_like(gi)
+    elif settings.discretise == "euler":
+        ci, g = r * share * di, r * share * gi
+    else:
+        dt = settings.step_of(fields)
+        k = d * (dt / tau_mem) * _expm1_over(dt / tau_mem - dt / tau_syn)
+        ci, g = r * k, r * w * (1 - d - k)
+    return Membrane(
+        {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": leak * share},
+        {"tau_syn": tau_syn, "tau_mem": tau_mem, "r": r, "v_leak": leak, "w_in": w},
+        r * share * w * share_i,
+    )
+
+
+def _decay(fields: Fields, name: str, settings: Settings) -> tuple[Array, Array, Array]:
+    """A time constant, what is left after a step, and what is lost in it (their sum is 1)."""
+    tau, dt = fields.positive(name), settings.step_of(fields)
+    if settings.discretise == "exact":
+        return tau, np.exp(-dt / tau), -np.expm1(-dt / tau)
+    if (dt > 2 * tau).any():
+        raise fields.bad(
+            f"its {name!r} is as small as {tau.min():g}, and forward Euler grows without bound "
+            f"where dt={dt:g} is more than twice that. Is dt in the graph's unit? Choose a "
+            "smaller dt, or --discretise exact"
+        )
+    return tau, 1 - dt / tau, dt / tau
+
+
+def _expm1_over(z: Array) -> Array:
+    """`(exp(z) - 1) / z`, 1 at 0."""
+    small = np.abs(z) < 1e-12
+    return np.where(small, 1.0, np.expm1(z) / np.where(small, 1.0, z))
