@@ -11,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from slotstream_worker.nir.fields import Array, Fields, Shape, common
-from slotstream_worker.nir.operator import Operator, State, Weights, expect, row
+from slotstream_worker.nir.operator import MAX_VALUES, Operator, State, Weights, expect, row
 from slotstream_worker.nir.settings import Settings
-
-MAX_ELEMENTS = 2**27
-"""Values that one session's delay may hold: half a gigabyte in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,10 @@ class Delay(Operator):
         if not self.longest:
             return {}
         return {"past": jnp.zeros((batch, self.longest, *self.takes), dtype)}
+
+    def quiet(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """See `Operator.quiet`."""
+        return jnp.where(row(weights["steps"]) == 0, x, jnp.zeros_like(x)) if self.longest else x
 
     def emit(self, weights: Weights, state: State) -> jax.Array:
         """See `Operator.emit`."""
@@ -65,7 +66,7 @@ def steps_of(fields: Fields, settings: Settings) -> Array:
     if not delay.any():
         return np.zeros(delay.shape, np.int32)
     steps = np.rint(delay / settings.step_of(fields))
-    if steps.max() >= MAX_ELEMENTS:
+    if steps.max() >= MAX_VALUES:
         raise fields.bad(
             f"its 'delay' of {delay.max():g} is {steps.max():,.0f} steps of {settings.dt:g}; is dt "
             "in the unit of the delays?"
@@ -78,10 +79,10 @@ def make_delay(fields: Fields, incoming: Shape | None, settings: Settings) -> Op
     steps = steps_of(fields, settings)
     shape = expect(fields, incoming, common(fields, {"delay": steps}, incoming))
     longest = int(steps.max(initial=0))
-    if (held := longest * prod(shape)) > MAX_ELEMENTS:
+    if (held := longest * prod(shape)) > MAX_VALUES:
         raise fields.bad(
             f"it would hold {held:,} values of each session, {longest:,} steps of {list(shape)}; "
-            f"at most {MAX_ELEMENTS:,} are taken. Is dt in the unit of the delays?"
+            f"at most {MAX_VALUES:,} are taken. Is dt in the unit of the delays?"
         )
     weights = {"steps": np.broadcast_to(steps, shape)} if longest else {}
     early = bool((steps > 0).all())

@@ -12,6 +12,9 @@ from slotstream_worker.nir.graph import Node
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
+MAX_WHOLE = 2**31 - 1
+"""The largest whole number that a shape, stride or padding may have."""
+
 
 class Fields:
     """Reads the fields of one node; every error names the node and the field."""
@@ -49,8 +52,7 @@ class Fields:
         value = self.reals(name)
         if (value <= 0).any():
             raise self.bad(
-                f"its {name!r} is at least {value.min():g}, and every value must be above 0"
-                f"{unit}"
+                f"its {name!r} is at least {value.min():g}, and every value must be above 0{unit}"
             )
         return value
 
@@ -58,7 +60,8 @@ class Fields:
         """`count` whole numbers from a field of one or of `count`."""
         value = self._numbers(name, default)
         flat = value.reshape(-1)
-        if flat.size not in (1, count) or (flat != np.round(flat)).any() or (flat < least).any():
+        odd = (flat != np.round(flat)) | (flat < least) | (flat > MAX_WHOLE)
+        if flat.size not in (1, count) or odd.any():
             raise self.bad(
                 f"its {name!r} is {value.tolist()}, and {count} whole number"
                 f"{'s' * (count > 1)} of {least} or more {'are' if count > 1 else 'is'} needed"
@@ -70,7 +73,7 @@ class Fields:
         if not self.has(name):
             return None
         value = self._numbers(name, None).reshape(-1)
-        if (value != np.round(value)).any() or (value < 1).any():
+        if ((value != np.round(value)) | (value < 1) | (value > MAX_WHOLE)).any():
             raise self.bad(f"its {name!r} is {value.tolist()}; a shape is of whole numbers above 0")
         return tuple(int(n) for n in value)
 

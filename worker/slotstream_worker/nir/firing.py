@@ -23,6 +23,11 @@ def spikes_of(v: jax.Array, th: jax.Array) -> jax.Array:
     return (v > th).astype(v.dtype)
 
 
+def times(spikes: jax.Array, th: jax.Array) -> jax.Array:
+    """`spikes * th`, 0 without spikes also where the threshold is infinite."""
+    return jnp.where(spikes != 0, spikes * th, jnp.zeros_like(spikes))
+
+
 def fire(firing: Firing, reset: Reset, *, recurrent: bool) -> Fire:
     """The function for a way of firing; `recurrent` says that the neuron lies on a cycle."""
     if firing == "several":
@@ -47,7 +52,7 @@ def _subtract(
     """`s = H(v - th); v -= s th`."""
     del before, value
     s = spikes_of(v, th)
-    return v - s * th, s
+    return v - times(s, th), s
 
 
 def _late_zero(recurrent: bool) -> Fire:
@@ -73,9 +78,9 @@ def _late_subtract(recurrent: bool) -> Fire:
     ) -> tuple[jax.Array, jax.Array]:
         del value
         rst = spikes_of(before, th)
-        v = v - rst * th
+        v = v - times(rst, th)
         s = spikes_of(v, th)
-        return (v if recurrent else v - (s - rst) * th), s
+        return (v if recurrent else v - times(s - rst, th)), s
 
     return fire
 
@@ -86,4 +91,4 @@ def _several(
     """`n = trunc(v / th) where v > 0; v -= n th; v = max(v, -th)`: `n` spikes in one step."""
     del before, value
     n = jnp.where(v > 0, jnp.trunc(v / th), jnp.zeros_like(v))
-    return jnp.maximum(v - n * th, -th), n
+    return jnp.maximum(v - times(n, th), -th), n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,27 @@ import numpy as np
 from slotstream_worker.nir.errors import BadGraph
 
 KINDS = frozenset(
-    "Affine AvgPool2d Conv1d Conv2d CubaLI CubaLIF Delay Flatten I IF Input LI LIF Linear "
-    "NIRGraph Output Scale SumPool2d Threshold".split()
+    (
+        "Affine",
+        "AvgPool2d",
+        "Conv1d",
+        "Conv2d",
+        "CubaLI",
+        "CubaLIF",
+        "Delay",
+        "Flatten",
+        "I",
+        "IF",
+        "Input",
+        "LI",
+        "LIF",
+        "Linear",
+        "NIRGraph",
+        "Output",
+        "Scale",
+        "SumPool2d",
+        "Threshold",
+    )
 )
 """NIR's primitives, by their `type`."""
 
@@ -45,9 +65,12 @@ class Graph:
         """Names of the nodes of one kind, sorted."""
         return tuple(sorted(name for name, node in self.nodes.items() if node.kind == kind))
 
-    def sources(self, name: str) -> tuple[str, ...]:
-        """Names of the nodes whose outputs a node adds up as its input, sorted."""
-        return tuple(source for source, target in self.edges if target == name)
+    def sources(self) -> dict[str, tuple[str, ...]]:
+        """Of each node, the names of those whose outputs add up to its input, sorted."""
+        found: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for source, target in self.edges:
+            found[target].append(source)
+        return {name: tuple(sources) for name, sources in found.items()}
 
 
 def graph_of(tree: Mapping[str, Any]) -> Graph:
@@ -63,7 +86,7 @@ def graph_of(tree: Mapping[str, Any]) -> Graph:
         tree = {"type": "NIRGraph", "nodes": {"node": tree}, "edges": np.zeros((0, 2), object)}
     nodes: dict[str, Node] = {}
     edges = list(_unnested("", tree, nodes))
-    if doubled := sorted({edge for edge in edges if edges.count(edge) > 1} if edges else ()):
+    if doubled := sorted(edge for edge, count in Counter(edges).items() if count > 1):
         raise BadGraph(
             f"the edge {doubled[0]} is there more than once; whether it counts twice NIR does not "
             "say. Leave one, or scale its weights"
@@ -143,27 +166,24 @@ def _end(
     edge: str,
 ) -> str:
     """The node that an end of an edge means; of a nested graph, its input or output."""
-    if name not in kinds and "." in name:  # a port by name, `graph.port`, as NIRTorch writes it
-        outer, _, inner = name.rpartition(".")
-        if kinds.get(outer) == "NIRGraph" and inner in held[outer].get("nodes", {}):
-            name, kinds = f"{outer}/{inner}", {**kinds, f"{outer}/{inner}": port}
-    if name not in kinds:
+    inside = f"{path}/" if path else ""
+    if name in kinds and kinds[name] != "NIRGraph":
+        return inside + name
+    if name in kinds:
+        ports = sorted(k for k, node in held[name]["nodes"].items() if node.get("type") == port)
+        if len(ports) == 1:
+            return f"{inside}{name}/{ports[0]}"
         raise BadGraph(
-            f"the edge {edge} names {name!r}, and there is no such node"
-            f"{f' in {path!r}' if path else ''}; there are {sorted(kinds)[:12]}"
+            f"the edge {edge} leads to the nested graph {inside + name!r}, whose {port} nodes are "
+            f"{ports}; name one of them, as {name}.{ports[0] if ports else port.lower()}"
         )
-    whole = f"{path}/{name}" if path else name
-    if kinds[name] != "NIRGraph":
-        return whole
-    inside = held[name]["nodes"]
-    ports = sorted(key for key, value in inside.items() if value.get("type") == port)
-    if len(ports) != 1:
-        raise BadGraph(
-            f"the edge {edge} leads to the nested graph {whole!r}, whose {port}s are {ports}; "
-            f"an edge needs exactly one, or names one as {name}.{ports[0] if ports else port}"
-        )
-    inner = f"{whole}/{ports[0]}"
-    return inner
+    outer, _, inner = name.rpartition(".")  # a port by name, `graph.port`, as NIRTorch takes it
+    if kinds.get(outer) == "NIRGraph" and held[outer]["nodes"].get(inner, {}).get("type") == port:
+        return f"{inside}{outer}/{inner}"
+    raise BadGraph(
+        f"the edge {edge} names {name!r}, and there is no such node"
+        f"{f' in {path!r}' if path else ''}; there are {sorted(kinds)[:12]}"
+    )
 
 
 def _ended(nodes: dict[str, Node], edges: list[Edge]) -> None:

@@ -67,7 +67,7 @@ class Window(Operator):
 
 
 class Conv(Window):
-    """Cross-correlation, as `torch.nn.Conv1d` and `Conv2d`: weight `[out, in / groups, *kernel]`."""
+    """Cross-correlation as `torch.nn.Conv2d`'s, with a weight `[out, in / groups, *kernel]`."""
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """See `Operator.apply`."""
@@ -129,9 +129,7 @@ def make_linear(fields: Fields, incoming: Shape | None, bias: bool = True) -> Op
 
 def make_elementwise(fields: Fields, incoming: Shape | None) -> Operator:
     """Scale and Threshold."""
-    kind, name = (
-        (Scale, "scale") if fields.node.kind == "Scale" else (Threshold, "threshold")
-    )
+    kind, name = (Scale, "scale") if fields.node.kind == "Scale" else (Threshold, "threshold")
     value = fields.reals(name, infinite=kind is Threshold)
     shape = expect(fields, incoming, common(fields, {name: value}, incoming))
     return kind(shape, shape, {name: np.broadcast_to(value, shape)})

@@ -44,11 +44,19 @@ class Membrane:
 def membrane(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
     """The coefficients of a neuron; raises `BadGraph` where a field is no good."""
     kind = fields.node.kind
-    if kind in ("I", "IF"):
-        return _integrator(fields, settings, gain)
-    if kind in ("LI", "LIF"):
-        return _leaky(fields, settings, gain)
-    return _current_based(fields, settings, gain)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        if kind in ("I", "IF"):
+            made = _integrator(fields, settings, gain)
+        elif kind in ("LI", "LIF"):
+            made = _leaky(fields, settings, gain)
+        else:
+            made = _current_based(fields, settings, gain)
+    if not all(np.isfinite(value).all() for value in made.coefficients.values()):
+        raise fields.bad(
+            f"with dt={settings.dt} its parameters give numbers beyond float64; are its time "
+            "constants and dt in one unit?"
+        )
+    return made
 
 
 def _integrator(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
@@ -64,7 +72,9 @@ def _leaky(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
     tau, d, share = _decay(fields, "tau", settings)
     scale = (np.ones_like(r) if gain == "without r" else r) * share
     g = np.ones_like(scale) if gain == "in the threshold" else scale
-    return Membrane({"d": d, "g": g, "c": leak * share}, {"tau": tau, "r": r, "v_leak": leak}, scale)
+    return Membrane(
+        {"d": d, "g": g, "c": leak * share}, {"tau": tau, "r": r, "v_leak": leak}, scale
+    )
 
 
 def _current_based(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
@@ -84,7 +94,7 @@ def _current_based(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
         ci, g = r * share * di, r * share * gi
     else:
         dt = settings.step_of(fields)
-        k = d * (dt / tau_mem) * _expm1_over(dt / tau_mem - dt / tau_syn)
+        k = _share(tau_syn, tau_mem, di, d, dt)
         ci, g = r * k, r * w * (1 - d - k)
     return Membrane(
         {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": leak * share},
@@ -107,7 +117,11 @@ def _decay(fields: Fields, name: str, settings: Settings) -> tuple[Array, Array,
     return tau, 1 - dt / tau, dt / tau
 
 
-def _expm1_over(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0."""
-    small = np.abs(z) < 1e-12
-    return np.where(small, 1.0, np.expm1(z) / np.where(small, 1.0, z))
+def _share(tau_syn: Array, tau_mem: Array, di: Array, d: Array, dt: float) -> Array:
+    """`(di - d) tau_syn / (tau_syn - tau_mem)`, by its series where that loses digits."""
+    z = dt / tau_mem - dt / tau_syn  # di / d = exp(z)
+    near = np.abs(z) < 1
+    small = np.where(near & (z != 0), z, 1.0)
+    series = d * (dt / tau_mem) * np.where(z == 0, 1.0, np.expm1(small) / small)
+    apart = np.where(near, 1.0, tau_syn - tau_mem)
+    return np.where(near, series, (di - d) * tau_syn / apart)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.state import Tree
 from slotstream_worker.nir import hdf5
 from slotstream_worker.nir.errors import BadGraph
+from slotstream_worker.nir.fields import Array, listed
 from slotstream_worker.nir.graph import graph_of
+from slotstream_worker.nir.operator import MAX_VALUES
 from slotstream_worker.nir.program import compile_graph
 from slotstream_worker.nir.settings import Settings
 
@@ -75,20 +78,20 @@ def nir(
             f"a graph is the path of a .nir file or a nir.NIRGraph, got a {type(graph).__name__}"
         )
     program = compile_graph(graph_of(tree), settings)
+    if (values := frame * prod(program.sample_shape)) > MAX_VALUES:
+        raise BadGraph(
+            f"a frame of {frame} steps of {listed(program.sample_shape)} is {values:,} values; at "
+            f"most {MAX_VALUES:,} are taken. Take fewer steps a frame (--frame)"
+        )
     weights = {
-        key: {
-            field: np.asarray(value, dtype if value.dtype.kind == "f" else value.dtype)
-            for field, value in operator.weights.items()
-        }
-        for key, operator in program.operators.items()
-        if operator.weights
+        key: {field: _cast(key, field, value, dtype) for field, value in held.weights.items()}
+        for key, held in program.operators.items()
+        if held.weights
     }
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
         begun = program.rest(weights, frames.shape[1], frames.dtype) if state is None else state
-        after, outputs = jax.lax.scan(
-            lambda held, x: program.step(weights, held, x), begun, frames
-        )
+        after, outputs = jax.lax.scan(lambda held, x: program.step(weights, held, x), begun, frames)
         return outputs, after
 
     variables = jax.tree.map(jnp.asarray, weights)
@@ -101,3 +104,17 @@ def nir(
         sample_shape=program.sample_shape,
         dtype=dtype,
     )
+
+
+def _cast(node: str, field: str, value: Array, dtype: Any) -> Array:
+    """A weight in the model's dtype, whole numbers as they are."""
+    if value.dtype.kind != "f":
+        return value
+    with np.errstate(over="ignore"):
+        cast = np.asarray(value, dtype)
+    if (np.isinf(cast) & ~np.isinf(value)).any():
+        raise BadGraph(
+            f"node {node!r}: its {field} is as large as {np.abs(value).max():g}, beyond "
+            f"{np.dtype(dtype)}; take --dtype float64, or scale it down"
+        )
+    return cast

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from slotstream_worker.nir.fields import Array, Fields, Shape, common
-from slotstream_worker.nir.firing import Fire, fire, spikes_of
+from slotstream_worker.nir.firing import Fire, fire, spikes_of, times
 from slotstream_worker.nir.membrane import Membrane, membrane
 from slotstream_worker.nir.operator import Operator, State, Weights, expect, row
 from slotstream_worker.nir.semantics import Requirement
@@ -33,6 +33,11 @@ class Integrator(Operator):
         """See `Operator.rest`."""
         names = ("i", "v") if "di" in self.weights else ("v",)
         return {name: jnp.zeros((batch, *self.takes), dtype) for name in names}
+
+    def quiet(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """See `Operator.quiet`."""
+        del weights
+        return jnp.zeros_like(x)
 
     def update(self, weights: Weights, state: State, x: jax.Array) -> State:
         """The membrane equation of `membrane.py`."""
@@ -85,7 +90,7 @@ class SpikingBefore(Integrator):
     def step(self, weights: Weights, state: State, x: jax.Array) -> tuple[State, jax.Array]:
         """See `Operator.step`."""
         spikes = self.emit(weights, state)
-        left = state["v"] - spikes * row(weights["threshold"])
+        left = state["v"] - times(spikes, row(weights["threshold"]))
         return self.update(weights, {**state, "v": left}, x), spikes
 
 

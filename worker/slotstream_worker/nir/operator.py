@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from slotstream_worker.nir.fields import Array, Fields, Shape, listed
 
+MAX_VALUES = 2**26
+"""Values that a node may give, take or hold of one session: 256 MiB in float32."""
+
 Weights = Mapping[str, jax.Array]
 State = dict[str, jax.Array]
 
@@ -45,6 +48,10 @@ class Operator:
     def step(self, weights: Weights, state: State, x: jax.Array) -> tuple[State, jax.Array]:
         """One time step: input `[batch, *takes]` to the state after it and `[batch, *gives]`."""
         return state, self.apply(weights, x)
+
+    def quiet(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """The output before the first step, for an input of that time and no past."""
+        return self.apply(weights, x)
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """The output, where there is no state."""

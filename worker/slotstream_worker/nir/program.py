@@ -23,7 +23,7 @@ from slotstream_worker.nir.layers import (
     make_pool,
 )
 from slotstream_worker.nir.neurons import make_neuron
-from slotstream_worker.nir.operator import Operator, State, Weights, expect
+from slotstream_worker.nir.operator import MAX_VALUES, Operator, State, Weights, expect
 from slotstream_worker.nir.settings import Settings
 
 Values = dict[str, jax.Array]
@@ -83,10 +83,11 @@ class Program:
         if self.remembered and self.bias_at_rest:
             for name in self.order:
                 operator = self.operators[name]
-                if name not in self.inputs and not operator.holds:
+                if name not in self.inputs:
+                    # A source that emits early and comes later gives zeros, as it holds a past.
                     given = [values[s] for s in self.now[name]]
                     given += [zeros[s] for s in self.late[name]]
-                    values[name] = operator.apply(weights.get(name, {}), _sum(given))
+                    values[name] = operator.quiet(weights.get(name, {}), _sum(given))
         held = {name: op.rest(batch, dtype) for name, op in self.operators.items() if op.holds}
         return {"nodes": held, "recurrent": {name: values[name] for name in self.remembered}}
 
@@ -148,7 +149,7 @@ def compile_graph(graph: Graph, settings: Settings) -> Program:
     inputs = graph.of_kind("Input")
     waited_for = [edge for edge in graph.edges if edge[0] not in early]
     order, back = cycles.search(inputs, names, waited_for)
-    sources = {name: graph.sources(name) for name in names}
+    sources = graph.sources()
     late = {name: tuple(s for s in sources[name] if (s, name) in back) for name in names}
     now = {name: tuple(s for s in sources[name] if (s, name) not in back) for name in names}
 
@@ -159,7 +160,13 @@ def compile_graph(graph: Graph, settings: Settings) -> Program:
         incoming = _one_shape(graph.nodes[name], known)
         if graph.nodes[name].kind == "Input":
             incoming = _input_shape(graph, name, settings, on_cycle)
-        operators[name] = _operator(graph.nodes[name], incoming, settings, name in on_cycle)
+        made = _operator(graph.nodes[name], incoming, settings, name in on_cycle)
+        if prod(made.gives) > MAX_VALUES:
+            raise BadGraph(
+                f"{graph.nodes[name]}: it gives {listed(made.gives)}, {prod(made.gives):,} values "
+                f"each step; at most {MAX_VALUES:,} are taken"
+            )
+        operators[name] = made
     for name in order:
         for source in sources[name]:
             if operators[source].gives != operators[name].takes:
@@ -215,9 +222,7 @@ def _input_shape(
     return None
 
 
-def _operator(
-    node: Node, incoming: Shape | None, settings: Settings, recurrent: bool
-) -> Operator:
+def _operator(node: Node, incoming: Shape | None, settings: Settings, recurrent: bool) -> Operator:
     fields = Fields(node)
     if node.kind == "Affine":
         bias = not (recurrent and settings.semantics.recurrent_bias == "never")
