@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -46,7 +47,7 @@ def chain(*nodes, shape=None):
     named |= {f"{type(n).__name__}{k}": n for k, n in enumerate(nodes)}
     named["out"] = nir.Output({"output": None})
     names = list(named)
-    return graph(named, list(zip(names, names[1:], strict=False)))
+    return graph(named, list(pairwise(names)))
 
 
 def graph(nodes, edges):

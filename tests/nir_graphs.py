@@ -41,11 +41,17 @@ class Maker:
         kind = self.choose(nir.I, nir.IF, nir.LI, nir.LIF, nir.CubaLI, nir.CubaLIF)
         r = self.between(0.5, 3, shape)
         tau = {"tau": self.between(2, 20, shape) * DT}
-        mem = {"tau_mem": self.between(2, 20, shape) * DT, "tau_syn": self.between(1, 8, shape) * DT}
+        mem = {
+            "tau_mem": self.between(2, 20, shape) * DT,
+            "tau_syn": self.between(1, 8, shape) * DT,
+        }
         if self.rng.random() < 0.3:
             mem["tau_syn"] = mem["tau_mem"].copy()
         leak = {"v_leak": self.normal(*shape, scale=0.3)}
-        fire = {"v_threshold": self.between(0.1, 0.8, shape), "v_reset": self.normal(*shape, scale=0.1)}
+        fire = {
+            "v_threshold": self.between(0.1, 0.8, shape),
+            "v_reset": self.normal(*shape, scale=0.1),
+        }
         w_in = {"w_in": self.between(0.5, 4, shape)}
         if kind is nir.I:
             return nir.I(r=r)
@@ -99,9 +105,7 @@ class Maker:
         pooled = (out, (space[0] + 2 - 2) // 1 + 1, (space[1] - 2) // 2 + 1)
         at = self.add(node, pooled, at)
         start = self.choose(0, 1)
-        flat = (
-            (int(np.prod(pooled)),) if start == 0 else (pooled[0], int(np.prod(pooled[1:])))
-        )
+        flat = (int(np.prod(pooled)),) if start == 0 else (pooled[0], int(np.prod(pooled[1:])))
         at = self.add(
             nir.Flatten({"input": np.array(pooled)}, start_dim=start, end_dim=-1), flat, at
         )

@@ -92,8 +92,8 @@ class Oracle:
                 if isinstance(self.nodes[name], nir.Delay):
                     self.history[name].append(self._input(name))
             self.before = {source: self.values[source] for source in self.before}
-            for name in outputs:
-                outputs[name].append(self.values[name])
+            for name, values in outputs.items():
+                values.append(self.values[name])
         return {name: np.stack(values) for name, values in outputs.items()}
 
     def _sources(self, name):
@@ -178,19 +178,19 @@ class Oracle:
 
     def _exact(self, n, i, v, x):
         """`d/dt (i, v, 1) = A (i, v, 1)` over one step, each neuron by its own matrix."""
-        i, v = i.copy(), v.copy()
-        cuba = isinstance(n, (nir.CubaLI, nir.CubaLIF))
-        for at in np.ndindex(v.shape):
-            p = {k: float(np.broadcast_to(u, n.r.shape)[at[1:]]) for k, u in params(n).items()}
-            a = np.zeros((3, 3))
-            tau = p["tau_mem"] if cuba else p["tau"]
-            if cuba:
-                a[0] = -1 / p["tau_syn"], 0, p["w_in"] * x[at] / p["tau_syn"]
-                a[1] = p["r"] / tau, -1 / tau, p["v_leak"] / tau
-            else:
-                a[1] = 0, -1 / tau, (p["v_leak"] + p["r"] * x[at]) / tau
-            i[at], v[at], _ = expm(a * self.dt) @ (i[at], v[at], 1.0)
-        return i, v
+        p = {k: np.broadcast_to(u, x.shape) for k, u in params(n).items()}
+        a = np.zeros((*x.shape, 3, 3))
+        if isinstance(n, (nir.CubaLI, nir.CubaLIF)):
+            a[..., 0, 0] = -1 / p["tau_syn"]
+            a[..., 0, 2] = p["w_in"] * x / p["tau_syn"]
+            a[..., 1, 0] = p["r"] / p["tau_mem"]
+            a[..., 1, 1] = -1 / p["tau_mem"]
+            a[..., 1, 2] = p["v_leak"] / p["tau_mem"]
+        else:
+            a[..., 1, 1] = -1 / p["tau"]
+            a[..., 1, 2] = (p["v_leak"] + p["r"] * x) / p["tau"]
+        after = expm(a * self.dt) @ np.stack([i, v, np.ones_like(v)], -1)[..., None]
+        return after[..., 0, 0], after[..., 1, 0]
 
 
 def params(node):
@@ -231,7 +231,11 @@ def convolve(n, x):
     w = np.asarray(n.weight, float)
     dims = w.ndim - 2
     kernel, stride, dilation = w.shape[2:], pair(n.stride, dims), pair(n.dilation, dims)
-    padding = n.padding.item() if isinstance(n.padding, np.ndarray) and n.padding.dtype.kind in "OSU" else n.padding
+    padding = (
+        n.padding.item()
+        if isinstance(n.padding, np.ndarray) and n.padding.dtype.kind in "OSU"
+        else n.padding
+    )
     if isinstance(padding, (str, bytes)):
         same = padding in ("same", b"same")
         total = [d * (k - 1) if same else 0 for d, k in zip(dilation, kernel, strict=True)]

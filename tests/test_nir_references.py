@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import nir
 import numpy as np
 import pytest
@@ -65,15 +66,19 @@ def test_float32_gives_nearly_every_spike(graph, name, options):
     assert (out != held["output"]).mean() < 0.005
 
 
-@pytest.mark.parametrize(
-    ("graph", "name", "options"), [r for r in REFERENCES if r[0] != CNN], ids=IDS[:6]
-)
-def test_every_other_semantics_gives_other_spikes(x64, graph, name, options):
-    held = reference(graph, name)
-    others = [o for g, n, o in REFERENCES if g == graph and n != name] + [{"dt": 1e-4}]
-    for other in others:
-        out, _ = run(model(shared(f"{graph}.nir"), **other), held["input"].astype("float64"))
-        assert (out != held["output"]).any(), other
+@pytest.mark.parametrize("graph", [BIAS, NO_BIAS])
+def test_no_two_semantics_give_the_same_spikes(graph):
+    x = reference(graph, "snntorch-zero")["input"].astype("float32")
+    ways = [options for g, _, options in REFERENCES if g == graph] + [{"dt": 1e-4}]
+    outputs = [run(model(shared(f"{graph}.nir"), "float32", **way), x)[0] for way in ways]
+    assert all(out.sum() > 50 for out in outputs)
+    same = [
+        (ways[a], ways[b])
+        for a in range(len(ways))
+        for b in range(a)
+        if np.array_equal(outputs[a], outputs[b])
+    ]
+    assert not same
 
 
 @pytest.mark.parametrize("semantics", ["nir", "norse", "snntorch"])
@@ -104,17 +109,17 @@ def test_nir_itself_in_unit_steps_counts_as_norse_does(x64):
     np.testing.assert_array_equal(out, held["output"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("graph", "name", "options"), [REFERENCES[0], REFERENCES[4], REFERENCES[7]])
-def test_a_stream_has_the_same_bits_in_whatever_frames(request, dtype, graph, name, options):
-    if dtype == "float64":
-        request.getfixturevalue("x64")
-    x = reference(graph, name)["input"].astype(dtype)[:64]
-    served = model(shared(f"{graph}.nir"), dtype, **options)
+@pytest.mark.parametrize(
+    ("graph", "name", "options"), [REFERENCES[0], REFERENCES[4], REFERENCES[7]]
+)
+def test_a_stream_has_the_same_bits_in_whatever_frames(graph, name, options):
+    x = reference(graph, name)["input"].astype("float32")[:60]
+    served = model(shared(f"{graph}.nir"), "float32", **options)
     whole, end = run(served, x)
-    for frame in (1, 3, 16):
+    assert whole.any()
+    for frame in (1, 7, 16):
         parts, after = run(served, x, frame)
         assert parts.tobytes() == whole.tobytes()
-        for path in ("nodes", "recurrent"):
-            for node, state in end[path].items():
-                np.testing.assert_array_equal(after[path][node], state)
+        assert jax.tree.structure(after) == jax.tree.structure(end)
+        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(end), strict=True):
+            assert a.tobytes() == b.tobytes()

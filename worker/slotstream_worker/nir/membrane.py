@@ -19,6 +19,7 @@ is constant over the step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,25 +33,43 @@ from slotstream_worker.nir.settings import Settings
 class Membrane:
     """The coefficients above by name, those that are zero (or, of `d`, one) left out.
 
-    `parameters` are the fields they come from; `scale` is what the input is multiplied with on
-    its way to the membrane, for rules that put it elsewhere.
+    `scale` is what the input is multiplied with on its way to the membrane, for rules that put
+    it elsewhere.
     """
 
     coefficients: dict[str, Array]
-    parameters: dict[str, Array]
     scale: Array
 
 
-def membrane(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
-    """The coefficients of a neuron; raises `BadGraph` where a field is no good."""
+def parameters(fields: Fields) -> dict[str, Array]:
+    """The fields of a neuron's membrane, and of its spikes; raises `BadGraph`."""
+    kind = fields.node.kind
+    found = {"r": fields.reals("r")}
+    if kind in ("LI", "LIF"):
+        found["tau"] = fields.positive("tau")
+    if kind in ("CubaLI", "CubaLIF"):
+        found |= {name: fields.positive(name) for name in ("tau_syn", "tau_mem")}
+        found["w_in"] = fields.reals("w_in", default=1.0)
+    if kind not in ("I", "IF"):
+        found["v_leak"] = fields.reals("v_leak")
+    if kind in ("IF", "LIF", "CubaLIF"):
+        found["v_threshold"] = fields.reals("v_threshold", infinite=True)
+        found["v_reset"] = fields.reals("v_reset", default=0.0)
+    return found
+
+
+def membrane(
+    fields: Fields, given: Mapping[str, Array], settings: Settings, gain: Gain
+) -> Membrane:
+    """The coefficients for parameters of one shape; raises `BadGraph` where they are no good."""
     kind = fields.node.kind
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if kind in ("I", "IF"):
-            made = _integrator(fields, settings, gain)
+            made = _integrator(fields, given, settings, gain)
         elif kind in ("LI", "LIF"):
-            made = _leaky(fields, settings, gain)
+            made = _leaky(fields, given, settings, gain)
         else:
-            made = _current_based(fields, settings, gain)
+            made = _current_based(fields, given, settings, gain)
     if not all(np.isfinite(value).all() for value in made.coefficients.values()):
         raise fields.bad(
             f"with dt={settings.dt} its parameters give numbers beyond float64; are its time "
@@ -59,34 +78,34 @@ def membrane(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
     return made
 
 
-def _integrator(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+def _integrator(fields: Fields, p: Mapping[str, Array], settings: Settings, gain: Gain) -> Membrane:
     """`v += dt r x`, in both discretisations; `unit step`: `v += x`."""
-    r = fields.reals("r")
+    r = p["r"]
     g = np.ones_like(r) if gain == "unit step" else r * settings.step_of(fields)
-    return Membrane({"g": g}, {"r": r}, g)
+    return Membrane({"g": g}, g)
 
 
-def _leaky(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+def _leaky(fields: Fields, p: Mapping[str, Array], settings: Settings, gain: Gain) -> Membrane:
     """`d = 1 - dt/tau` (Euler) or `exp(-dt/tau)`; `g = r (1 - d)`; `c = v_leak (1 - d)`."""
-    r, leak = fields.reals("r"), fields.reals("v_leak")
-    tau, d, share = _decay(fields, "tau", settings)
+    r = p["r"]
+    d, share = _decay(fields, "tau", p["tau"], settings)
     scale = (np.ones_like(r) if gain == "without r" else r) * share
     g = np.ones_like(scale) if gain == "in the threshold" else scale
-    return Membrane(
-        {"d": d, "g": g, "c": leak * share}, {"tau": tau, "r": r, "v_leak": leak}, scale
-    )
+    return Membrane({"d": d, "g": g, "c": p["v_leak"] * share}, scale)
 
 
-def _current_based(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
+def _current_based(
+    fields: Fields, p: Mapping[str, Array], settings: Settings, gain: Gain
+) -> Membrane:
     """Euler: `di = 1 - dt/tau_syn`, `d = 1 - dt/tau_mem`, `ci = r (1 - d) di`.
 
     Exact: with `di = exp(-dt/tau_syn)`, `d = exp(-dt/tau_mem)` and
     `k = (di - d) tau_syn / (tau_syn - tau_mem)` (`d dt/tau_mem` where both are equal), the
     share of the current before the step: `ci = r k`, `g = r w_in (1 - d - k)`.
     """
-    r, leak, w = fields.reals("r"), fields.reals("v_leak"), fields.reals("w_in", default=1.0)
-    tau_syn, di, share_i = _decay(fields, "tau_syn", settings)
-    tau_mem, d, share = _decay(fields, "tau_mem", settings)
+    r, w, tau_syn, tau_mem = p["r"], p["w_in"], p["tau_syn"], p["tau_mem"]
+    di, share_i = _decay(fields, "tau_syn", tau_syn, settings)
+    d, share = _decay(fields, "tau_mem", tau_mem, settings)
     gi = w * share_i
     if gain == "unit":
         ci, g, gi = di, np.ones_like(di), np.ones_like(gi)
@@ -97,24 +116,23 @@ def _current_based(fields: Fields, settings: Settings, gain: Gain) -> Membrane:
         k = _share(tau_syn, tau_mem, di, d, dt)
         ci, g = r * k, r * w * (1 - d - k)
     return Membrane(
-        {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": leak * share},
-        {"tau_syn": tau_syn, "tau_mem": tau_mem, "r": r, "v_leak": leak, "w_in": w},
+        {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": p["v_leak"] * share},
         r * share * w * share_i,
     )
 
 
-def _decay(fields: Fields, name: str, settings: Settings) -> tuple[Array, Array, Array]:
-    """A time constant, what is left after a step, and what is lost in it (their sum is 1)."""
-    tau, dt = fields.positive(name), settings.step_of(fields)
+def _decay(fields: Fields, name: str, tau: Array, settings: Settings) -> tuple[Array, Array]:
+    """Of a time constant, what is left after a step, and what is lost in it (their sum is 1)."""
+    dt = settings.step_of(fields)
     if settings.discretise == "exact":
-        return tau, np.exp(-dt / tau), -np.expm1(-dt / tau)
+        return np.exp(-dt / tau), -np.expm1(-dt / tau)
     if (dt > 2 * tau).any():
         raise fields.bad(
             f"its {name!r} is as small as {tau.min():g}, and forward Euler grows without bound "
             f"where dt={dt:g} is more than twice that. Is dt in the graph's unit? Choose a "
             "smaller dt, or --discretise exact"
         )
-    return tau, 1 - dt / tau, dt / tau
+    return 1 - dt / tau, dt / tau
 
 
 def _share(tau_syn: Array, tau_mem: Array, di: Array, d: Array, dt: float) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from slotstream_worker.nir.fields import Array, Fields, Shape, common
 from slotstream_worker.nir.firing import Fire, fire, spikes_of, times
-from slotstream_worker.nir.membrane import Membrane, membrane
+from slotstream_worker.nir.membrane import membrane, parameters
 from slotstream_worker.nir.operator import Operator, State, Weights, expect, row
 from slotstream_worker.nir.semantics import Requirement
 from slotstream_worker.nir.settings import Settings
@@ -103,19 +104,16 @@ def make_neuron(
         BadGraph: a field is missing or no good, or the semantics do not cover it.
     """
     rule = settings.rule(fields)
-    made = membrane(fields, settings, rule.gain)
-    spikes = fields.node.kind in ("IF", "LIF", "CubaLIF")
-    parameters = dict(made.parameters)
-    if spikes:
-        parameters["v_threshold"] = fields.reals("v_threshold", infinite=True)
-        parameters["v_reset"] = fields.reals("v_reset", default=0.0)
-    shape = expect(fields, incoming, common(fields, parameters, incoming))
+    given = parameters(fields)
+    shape = expect(fields, incoming, common(fields, given, incoming))
+    given = {name: np.broadcast_to(value, shape) for name, value in given.items()}
+    made = membrane(fields, given, settings, rule.gain)
     for requirement in rule.requires:
-        _require(fields, requirement, made, settings, recurrent)
-    weights = _worth_it({k: np.broadcast_to(v, shape) for k, v in made.coefficients.items()})
-    if not spikes:
+        _require(fields, requirement, given, settings, recurrent)
+    weights = _worth_it(made.coefficients)
+    if "v_threshold" not in given:
         return Integrator(shape, shape, weights)
-    threshold = parameters["v_threshold"]
+    threshold = given["v_threshold"]
     if rule.gain == "in the threshold":
         threshold = threshold / made.scale
     if rule.firing == "several" and (threshold <= 0).any():
@@ -123,12 +121,11 @@ def make_neuron(
             f"its 'v_threshold' is as low as {threshold.min():g}, and {settings.semantics.name} "
             "counts how often it fits into the membrane; it must be above 0"
         )
-    weights["threshold"] = np.broadcast_to(threshold, shape)
+    weights["threshold"] = threshold
     if rule.firing == "before":
         return SpikingBefore(shape, shape, weights)
     reset = rule.reset or settings.reset
-    value = parameters["v_reset"] if reset == "value" else np.zeros(())
-    weights["reset"] = np.broadcast_to(value, shape)
+    weights["reset"] = given["v_reset"] if reset == "value" else np.zeros(shape)
     return Spiking(shape, shape, weights, fire=fire(rule.firing, reset, recurrent=recurrent))
 
 
@@ -141,10 +138,13 @@ def _worth_it(coefficients: dict[str, Array]) -> dict[str, Array]:
 
 
 def _require(
-    fields: Fields, requirement: Requirement, made: Membrane, settings: Settings, recurrent: bool
+    fields: Fields,
+    requirement: Requirement,
+    held: Mapping[str, Array],
+    settings: Settings,
+    recurrent: bool,
 ) -> None:
     name = settings.semantics.name
-    held = made.parameters
     if requirement == "no cycle":
         if recurrent:
             raise fields.bad(

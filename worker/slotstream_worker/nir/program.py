@@ -84,7 +84,6 @@ class Program:
             for name in self.order:
                 operator = self.operators[name]
                 if name not in self.inputs:
-                    # A source that emits early and comes later gives zeros, as it holds a past.
                     given = [values[s] for s in self.now[name]]
                     given += [zeros[s] for s in self.late[name]]
                     values[name] = operator.quiet(weights.get(name, {}), _sum(given))
@@ -154,9 +153,9 @@ def compile_graph(graph: Graph, settings: Settings) -> Program:
     now = {name: tuple(s for s in sources[name] if (s, name) not in back) for name in names}
 
     operators: dict[str, Operator] = {}
-    for name in order:
-        # A source that emits early may come later in the order; its shape is checked below.
-        known = [(s, operators[s].gives) for s in now[name] if s in operators]
+    for name in cycles.search(inputs, names, graph.edges)[0]:
+        # What closes a cycle is not there yet; its shape is looked at below.
+        known = [(s, operators[s].gives) for s in sources[name] if s in operators]
         incoming = _one_shape(graph.nodes[name], known)
         if graph.nodes[name].kind == "Input":
             incoming = _input_shape(graph, name, settings, on_cycle)
