@@ -229,6 +229,31 @@ def test_sinabs_counts_several_spikes_and_stops_at_minus_the_threshold():
     assert counted(neuron, [2, 5, -10, 4.5], semantics="sinabs") == [1, 2, 0, 1]
 
 
+def test_spyx_ignores_r_and_w_in_and_the_leak_voltage():
+    taus = {"tau_syn": array(2), "tau_mem": array(4), "v_threshold": array(1)}
+    plain = nir.CubaLIF(r=array(1), v_leak=array(0), **taus)
+    other = nir.CubaLIF(r=array(7), v_leak=array(3), w_in=array(5), **taus)
+    x = [0.75, 0, 0, 0, 0, 0]
+    # i: .75 .375 .1875 ...; v: .75, .9375, .890625, .76..., so no spike; twice as much spikes.
+    assert counted(chain(plain), x, semantics="spyx") == [0] * 6
+    twice = [2 * value for value in x]
+    # v: 1.5 | spike, .5: .375 + .75 = 1.125 | spike, .125: .09375 + .375 | ...
+    expected = [0, 1, 1, 0, 0, 0]
+    assert counted(chain(plain), twice, semantics="spyx") == expected
+    assert counted(chain(other), twice, semantics="spyx") == expected
+    assert counted(chain(other), twice) != expected
+
+
+def test_snntorch_puts_the_gain_of_a_lif_in_its_threshold():
+    fields = {"tau": array(4), "v_leak": array(0), "v_threshold": array(0.5)}
+    x = np.random.default_rng(3).random(40)
+    ours = counted(chain(nir.LIF(r=array(3), **fields)), x)
+    assert counted(chain(nir.LIF(r=array(3), **fields)), x, semantics="snntorch") == ours
+    assert 0 < sum(ours) < 40
+    with pytest.raises(BadGraph, match="divides the threshold by r dt / tau"):
+        counted(chain(nir.LIF(r=array(-3), **fields)), x, semantics="snntorch")
+
+
 def test_semantics_take_only_what_they_were_verified_for():
     lif = {"r": array(1), "v_leak": array(0), "v_threshold": array(1)}
     cuba = nir.CubaLIF(tau_syn=array(2), tau_mem=array(2), **lif)

@@ -156,7 +156,7 @@ def test_an_option_that_means_nothing(command, arguments, message):
 
 
 def test_a_worker_says_what_is_wrong_with_a_file_and_leaves(path, caplog, monkeypatch):
-    monkeypatch.setattr("slotstream_worker.service.install_signals", lambda stop: None)
+    monkeypatch.setattr("slotstream_worker.service.install_signals", lambda _: None)
     path.write_bytes(path.read_bytes()[:4000])
     result = asked("--model", f"nir:{path}", "--dt", "1e-3", command=worker)
     assert result.exit_code == 1

@@ -106,9 +106,9 @@ def _current_based(
     r, w, tau_syn, tau_mem = p["r"], p["w_in"], p["tau_syn"], p["tau_mem"]
     di, share_i = _decay(fields, "tau_syn", tau_syn, settings)
     d, share = _decay(fields, "tau_mem", tau_mem, settings)
-    gi = w * share_i
+    gi, c = w * share_i, p["v_leak"] * share
     if gain == "unit":
-        ci, g, gi = di, np.ones_like(di), np.ones_like(gi)
+        ci, g, gi, c = di, np.ones_like(di), np.ones_like(gi), np.zeros_like(c)
     elif settings.discretise == "euler":
         ci, g = r * share * di, r * share * gi
     else:
@@ -116,7 +116,7 @@ def _current_based(
         k = _share(tau_syn, tau_mem, di, d, dt)
         ci, g = r * k, r * w * (1 - d - k)
     return Membrane(
-        {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": p["v_leak"] * share},
+        {"di": di, "gi": gi, "d": d, "ci": ci, "g": g, "c": c},
         r * share * w * share_i,
     )
 

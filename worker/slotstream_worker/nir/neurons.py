@@ -115,6 +115,11 @@ def make_neuron(
         return Integrator(shape, shape, weights)
     threshold = given["v_threshold"]
     if rule.gain == "in the threshold":
+        if (made.scale <= 0).any():
+            raise fields.bad(
+                f"its 'r' is as low as {given['r'].min():g}, and {settings.semantics.name} divides "
+                "the threshold by r dt / tau; it must be above 0"
+            )
         threshold = threshold / made.scale
     if rule.firing == "several" and (threshold <= 0).any():
         raise fields.bad(

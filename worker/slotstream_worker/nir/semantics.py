@@ -22,8 +22,8 @@ Gain = Literal["given", "without r", "unit", "unit step", "in the threshold"]
 """What a neuron's input is multiplied with.
 
 `given`: `r`, `w_in` and the time step as the equations say. `without r`: as if `r` were 1.
-`unit`: 1, into the current and from there into the membrane. `unit step`: 1, and no `dt`.
-`in the threshold`: 1, and the threshold is divided by what the gain would be.
+`unit`: 1, into the current and from there into the membrane, and no leak voltage.
+`unit step`: 1, and no `dt`. `in the threshold`: 1, and the threshold is divided by what the gain would be.
 """
 
 Firing = Literal["at once", "late", "before", "several"]
