@@ -23,7 +23,8 @@ Gain = Literal["given", "without r", "unit", "unit step", "in the threshold"]
 
 `given`: `r`, `w_in` and the time step as the equations say. `without r`: as if `r` were 1.
 `unit`: 1, into the current and from there into the membrane, and no leak voltage.
-`unit step`: 1, and no `dt`. `in the threshold`: 1, and the threshold is divided by what the gain would be.
+`unit step`: 1, and no `dt`. `in the threshold`: 1, and the threshold is divided by what the gain
+would be.
 """
 
 Firing = Literal["at once", "late", "before", "several"]
