@@ -137,6 +137,23 @@ def test_a_delay_in_a_cycle_is_as_long_as_it_says():
     assert counted(loop(later), [1, 0, 0, 0, 0]) == [1, 1, 2, 3, 5]
 
 
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), ("b", "a"), ("10", "9")])
+def test_of_a_cycle_that_is_entered_twice_the_names_say_which_edge_is_old(one, other):
+    nodes = {
+        "in": nir.Input({"input": np.array([1])}),
+        one: nir.I(r=array(1)),
+        other: nir.I(r=array(10)),
+        "out": nir.Output({"output": np.array([1])}),
+    }
+    edges = [("in", one), ("in", other), (one, other), (other, one), (other, "out")]
+    first = outputs(graph(nodes, edges), [1, 0]).ravel().tolist()
+    assert first == outputs(graph(nodes, edges[::-1]), [1, 0]).ravel().tolist()
+    if one < other:  # one(1) = 1, other(1) = 10 (1 + 1); one(2) = 1 + 20, other(2) = 20 + 210
+        assert first == [20, 230]
+    else:  # other(1) = 10, one(1) = 1 + 10; other(2) = 10 + 110
+        assert first == [10, 120]
+
+
 def biased(weight, bias):
     return nir.Affine(weight=np.full((1, 1), float(weight)), bias=array(bias))
 

@@ -36,7 +36,8 @@ class Fields:
         Raises:
             BadGraph: it is missing, no numbers, or not finite.
         """
-        value = self._numbers(name, default).astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):  # looked for below
+            value = self._numbers(name, default).astype(np.float64)
         wrong = np.isnan(value) | (value == -np.inf) if infinite else ~np.isfinite(value)
         if wrong.any():
             first = np.unravel_index(int(np.argmax(wrong)), wrong.shape)

@@ -47,7 +47,9 @@ def read(path: Path, max_bytes: int = MAX_BYTES) -> Tree:
     with file:
         try:
             return _File(path, max_bytes).tree(file)
-        except (OSError, RuntimeError, KeyError, UnicodeDecodeError) as error:
+        except BadGraph:
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:
             # What h5py raises for damage that shows only on the way.
             raise BadGraph(
                 f"{path} is damaged: HDF5 says {error}. Write it again with nir.write, or copy "
