@@ -68,6 +68,8 @@ def test_the_file_itself_is_fine(path):
 
 def test_no_file(tmp_path):
     assert "there is no file" in refusal(tmp_path / "nope.nir")
+    assert "there is no file" in refusal(tmp_path)
+    assert "File name too long" in refusal(tmp_path / ("n" * 300))
 
 
 def test_no_hdf5(tmp_path):

@@ -117,7 +117,7 @@ def test_a_stream_has_the_same_bits_in_whatever_frames(graph, name, options):
     served = model(shared(f"{graph}.nir"), "float32", **options)
     whole, end = run(served, x)
     assert whole.any()
-    for frame in (1, 7, 16):
+    for frame in (1, 10):
         parts, after = run(served, x, frame)
         assert parts.tobytes() == whole.tobytes()
         assert jax.tree.structure(after) == jax.tree.structure(end)

@@ -35,9 +35,9 @@ def read(path: Path, max_bytes: int = MAX_BYTES) -> Tree:
     Raises:
         BadGraph: the file cannot be read, says too much, or is not a NIR file.
     """
-    if not path.is_file():
-        raise BadGraph(f"there is no file {str(path)!r}, from {str(Path.cwd())!r}")
     try:
+        if not path.is_file():
+            raise BadGraph(f"there is no file {str(path)!r}, from {str(Path.cwd())!r}")
         file = h5py.File(path, "r")
     except OSError as error:
         raise BadGraph(
