@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,9 @@ def make(environment: Environment) -> Path:
     folder = KEPT / environment.name
     python = folder / "bin" / "python"
     requirements = ["-e", f"{ROOT}[worker]", *environment.requirements]
-    text = " ".join(requirements) + (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [*project["dependencies"], *project["optional-dependencies"]["worker"]]
+    text = " ".join([*requirements, *own])
     stamp, digest = folder / ".installed", hashlib.sha256(text.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:
         return python

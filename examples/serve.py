@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -68,9 +69,11 @@ def in_frames(model: StreamModel, stream: np.ndarray) -> np.ndarray:
 
 def picked(model: StreamModel, outputs: Any, frames: int) -> Any:
     """What the replies carry of a direct call's outputs `[steps, ...]`: `[frames, ...]`."""
-    pick = model.pick or (lambda steps: steps)
     cut = jax.tree.map(lambda y: np.asarray(y).reshape(frames, model.frame, *y.shape[1:]), outputs)
-    return jax.tree.map(np.asarray, jax.vmap(pick)(cut))
+    if model.pick is None:
+        return cut
+    act, steps = model.pick.act, jnp.int32(model.frame)  # all of a frame's steps are real
+    return jax.tree.map(np.asarray, jax.vmap(lambda one: act(one, steps))(cut))
 
 
 def farthest(served: Any, expected: Any) -> tuple[float, float]:

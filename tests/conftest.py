@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +23,21 @@ from slot_table.store import WORKERS, Store
 from slotstream import Client
 from slotstream.embedded import EmbeddedRedis
 from slotstream_worker.config import WorkerConfig
+from slotstream_worker.device import set_up
 from slotstream_worker.service import serve
 from slotstream_worker.worker import Worker
 
 TESTS = Path(__file__).parent
+
+# The same small models are compiled by many tests and by the workers that they start: once is
+# enough. Of this run only, so that no other machine's code is ever loaded.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="slotstream-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled  # for workers in processes of their own
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    set_up(Path(compiled))
 
 # A model that mixes dtypes or ranks silently would hide what a row holds.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

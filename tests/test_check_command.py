@@ -12,7 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import serving_models
+from slotstream_worker import checking
 from slotstream_worker.cli import check
+from slotstream_worker.engine import capacity
+from slotstream_worker.engine.comparison import compare
+from slotstream_worker.engine.engine import Engine
 from slotstream_worker.loading import BadTarget, load
 
 HEAD = """
@@ -287,3 +291,66 @@ def test_row_counts_are_whole_numbers(counts: str) -> None:
 def test_row_counts_are_at_least_one(counts: str) -> None:
     result = run_check("serving_models:served", "--slots", "4", "--row-counts", counts)
     assert result.exit_code == 2, "a usage error, before anything is compiled"
+
+
+# What is compared
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Engine:
+    engine = Engine(MODEL(), slots=16)
+    engine.prepare((1, 4))
+    return engine
+
+
+def test_what_is_served_is_compared_with_itself_alone_and_with_whole_calls(prepared) -> None:
+    seen: list[tuple[int, int]] = []
+    company, whole = compare(prepared, progress=lambda n, of: seen.append((n, of)))
+    assert company.bitwise
+    assert company.largest == 0
+    assert company.scale > 0.5  # spikes among them
+    assert whole.largest <= 1e-5 * whole.scale or whole.unequal < 0.02
+    assert seen == [(n, seen[0][1]) for n in range(1, seen[0][1] + 1)]
+    assert len(prepared.pool) == 0
+
+
+def test_a_difference_in_company_is_seen_measured_and_makes_the_answer_no(
+    prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = prepared.launcher.launch
+
+    def off_by_one_in_company(pool, plan, frames, *more):
+        launched = launch(pool, plan, frames, *more)
+        if len(plan.slot_indices) > 1:
+            launched.outputs = {n: a.at[0].add(1) for n, a in launched.outputs.items()}
+        return launched
+
+    monkeypatch.setattr(prepared.launcher, "launch", off_by_one_in_company)
+    company, whole = compare(prepared)
+    assert not company.bitwise
+    assert company.largest == pytest.approx(1, abs=1e-6)
+    assert 0.0 < company.unequal < 1.0
+    assert not whole.bitwise
+    monkeypatch.setattr(checking, "compare", lambda *_a, **_k: (company, whole))
+    text = words(refused_late("serving_models:served", "--slots", "16", "--row-counts", "1,4"))
+    assert "other bits than alone (largest difference 1" in text
+
+
+def refused_late(*arguments: str) -> str:
+    result = run_check(*arguments)
+    assert result.exit_code == 1, result.output
+    assert "no: " in result.output
+    return result.output
+
+
+def test_the_room_on_the_device_is_what_its_memory_holds(prepared) -> None:
+    model = MODEL()
+    result = run_check("serving_models:served", "--slots", "16", "--row-counts", "1,4")
+    found = re.search(r"state of about ([\d,]+) sessions", words(result.output))
+    assert found, result.output
+    held = int(found[1].replace(",", ""))
+    memory = capacity.memory_bytes()
+    assert 0.5 * memory < held * model.spec.row_bytes < 1.2 * memory
+    few = capacity.sessions(prepared, 100_000)
+    assert 0 < few * model.spec.row_bytes < 90_000
+    assert capacity.sessions(prepared, 1_000) == 0

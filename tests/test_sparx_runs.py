@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slotstream_worker import StreamServer, sparx_runs
-from slotstream_worker.loading import BadTarget, load
+from slotstream_worker.loading import BadTarget, TargetOptions, load
 
 SPARX = importlib.util.find_spec("sparx") is not None
 
@@ -22,14 +22,16 @@ def test_without_sparx_it_says_what_to_install() -> None:
 
 
 def test_an_option_that_is_none_is_refused_with_those_that_are() -> None:
-    with pytest.raises(BadTarget, match=r"frame, outputs, step, ema, trust .* got 'frames'"):
-        load("sparx:runs/shd?frames=10")
-    with pytest.raises(BadTarget, match="frame= is a whole number, got 'ten'"):
-        load("sparx:runs/shd?frame=ten")
+    with pytest.raises(BadTarget, match=r"outputs, step, ema, trust .* got 'frame'"):
+        load("sparx:runs/shd?frame=10")
+    with pytest.raises(BadTarget, match="step= is a whole number, got 'last'"):
+        load("sparx:runs/shd?step=last")
+    with pytest.raises(BadTarget, match=r"sparx:RUN takes --frame, and --dt was given"):
+        load("sparx:runs/shd", TargetOptions(frame=5, dt=1e-3))
 
 
-def test_sparx_is_a_module_too_where_nothing_follows_the_colon() -> None:
-    with pytest.raises(BadTarget, match="a model is MODULE:ATTRIBUTE"):
+def test_a_run_is_named() -> None:
+    with pytest.raises(BadTarget, match="a model is sparx:RUN; got 'sparx:'"):
         load("sparx:")
 
 
@@ -55,7 +57,7 @@ def test_a_run_is_served_as_it_is_deployed(tmp_path: Path) -> None:
 
     task: Any = dew.pipeline(str(directory), trust=("sparx",))
     assert task.call == {"sigma": 0.0}
-    model = load(f"sparx:{directory}?frame=5&outputs=last")
+    model = load(f"sparx:{directory}?outputs=last", TargetOptions(frame=5))
     assert model.frame_shape == (5, 12)
     stream = np.random.default_rng(1).poisson(0.5, (20, 12)).astype("float32")
     server = StreamServer(model, slots=2, row_counts=(2,))
@@ -67,4 +69,4 @@ def test_a_run_is_served_as_it_is_deployed(tmp_path: Path) -> None:
     served = np.stack([future.result() for future in futures])
     np.testing.assert_allclose(served, whole[4::5], rtol=1e-5, atol=1e-6)
     with pytest.raises(BadTarget, match="cannot be read"):
-        load(f"sparx:{tmp_path}?frame=5")
+        load(f"sparx:{tmp_path}")

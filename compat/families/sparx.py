@@ -72,7 +72,7 @@ def trained() -> Case:
 
     with tempfile.TemporaryDirectory(prefix="slotstream-sparx-") as folder:
         directory = train(Path(folder))
-        served = sparx_runs.load(f"{directory}?frame=5")
+        served = sparx_runs.load(str(directory), frame=5)
         task = SpikingClassification.from_run(str(directory))
 
     def whole(stream: jax.Array) -> Any:

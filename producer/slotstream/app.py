@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
@@ -11,10 +10,11 @@ import numpy as np
 import redis
 
 from slotstream.bursts import ANY, Buffer, Fields, Frames
-from slotstream.codec import MAX_FRAME_BYTES, FrameCodec, encode
+from slotstream.codec import FrameCodec, encode
 from slotstream.errors import BadFrame, Unavailable
 from slotstream.ids import ZERO, EntryId
 from slotstream.link import Link
+from slotstream.named import AnyFrames, frames_of
 from slotstream.names import Keys, check_app, config_key, partition_of
 
 
@@ -23,7 +23,7 @@ class App:
 
     def __init__(self, link: Link, app: str) -> None:
         self.link, self.name = link, check_app(app)
-        self._frames: FrameCodec | None = None
+        self._frames: AnyFrames | None = None
         self._before = b""  # of every frame's data, where the codec is known
         self._partitions: int | None = None
 
@@ -44,11 +44,16 @@ class App:
         flat = iter(self.link.call("HGETALL", config_key(self.name)))
         return {name.decode(): value.decode() for name, value in zip(flat, flat, strict=True)}
 
-    def encode(self, array: Any) -> bytes:
-        """Encode a frame; one that the app cannot take is refused here, where that is known."""
+    def encode(self, array: Any, *, last: bool = False) -> bytes:
+        """Encode a frame; one that the app cannot take is refused here, where that is known.
+
+        Args:
+            array: the frame; a mapping of names to arrays where the model has several inputs.
+            last: it ends its session, and may have fewer steps.
+        """
         if self._frames is None:
             self._learn()
-        return encode(array) if self._frames is None else self._frames.encode(array)
+        return encode(array) if self._frames is None else self._frames.encode(array, last=last)
 
     def encoder(self) -> tuple[bytes, Callable[[Any], bytes]]:
         """The two parts of `Frames`: the first, and what makes the second of a frame, by a copy.
@@ -69,7 +74,11 @@ class App:
         """
         before, data = self.encoder()
         known = self._frames
-        if isinstance(frames, np.ndarray) and known and frames.ndim == len(known.shape) + 1:
+        if (
+            isinstance(frames, np.ndarray)
+            and isinstance(known, FrameCodec)
+            and frames.ndim == len(known.shape) + 1
+        ):
             return Frames(before, known.datas(frames))
         datas: list[Buffer] = []
         for k, frame in enumerate(frames):
@@ -147,10 +156,10 @@ class App:
         held = self.config()
         if held:
             self._partitions = int(held["partitions"])
-            shape = (int(held["frame"]), *json.loads(held["sample_shape"]))
-            limit = int(held.get("max_frame_bytes", MAX_FRAME_BYTES))
-            self._frames = FrameCodec(held["dtype"], shape, max_bytes=limit)
-            self._before = Frames.before_data(self._frames.header, self._frames.nbytes)
+            self._frames = frames_of(held)
+            self._before = Frames.before_data(
+                self._frames.header, self._frames.size - len(self._frames.header)
+            )
         elif self.link.endpoint.cluster:
             raise Unavailable(
                 f"app {self.name} has no configuration yet, so its partitions are not known: start "

@@ -12,7 +12,7 @@ allocated, and what a producer sent is only ever read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import msgpack
@@ -255,6 +255,7 @@ class FrameCodec:
         self.header = header(self.dtype, self.shape)
         self.size = len(self.header) + self.nbytes
         """Bytes of an encoded frame."""
+        self._head = np.frombuffer(self.header, np.uint8)
         self._plain = self.dtype != np.bool_  # any bytes of the right number are values
         if self.size > max_bytes:
             raise BadFrame(
@@ -263,9 +264,33 @@ class FrameCodec:
                 f"more than the limit of {max_bytes}",
             )
 
-    def encode(self, array: Array) -> bytes:
-        """Encode one frame; raises `BadFrame` where it is not of this dtype and shape."""
+    @property
+    def described(self) -> str:
+        """Dtype and shape, for a message."""
+        return f"{self.name} {list(self.shape)}"
+
+    def encode(self, array: Array, *, last: bool = False) -> bytes:
+        """Encode one frame; raises `BadFrame` where it is not of this dtype and shape.
+
+        Args:
+            array: `[frame, *sample_shape]`.
+            last: it is the last of its session, and may have fewer steps.
+        """
+        if last and self.is_short(np.shape(array)):
+            return encode(self.cast(np.asarray(array)))
         return self.header + self.data(array)
+
+    def is_short(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is a frame of fewer steps, at least one."""
+        return shape[1:] == self.shape[1:] and 0 < shape[0] < self.shape[0] if shape else False
+
+    def cast(self, array: Array) -> Array:
+        """An array of another dtype of the same kind; raises `BadFrame`."""
+        try:
+            cast: Array = array.astype(self.dtype, casting="same_kind", copy=False)
+        except TypeError:
+            raise BadFrame("dtype", f"a frame is {self.name}, got {array.dtype.name}") from None
+        return cast
 
     def data(self, array: Array) -> bytes:
         """A copy of a frame's data, without the `header`; raises `BadFrame` as `encode` does."""
@@ -274,11 +299,7 @@ class FrameCodec:
         array = np.asarray(array)
         if array.shape != self.shape:
             raise BadFrame("shape", f"a frame is {list(self.shape)}, got {list(array.shape)}")
-        try:
-            cast = array.astype(self.dtype, casting="same_kind", copy=False)
-        except TypeError:
-            raise BadFrame("dtype", f"a frame is {self.name}, got {array.dtype.name}") from None
-        return _data(cast)
+        return _data(self.cast(array))
 
     def datas(self, frames: Array) -> list[bytes | memoryview]:
         """The data of each of many frames `[n, *shape]`; of large ones as views of the array.
@@ -299,6 +320,48 @@ class FrameCodec:
         else:  # as bytes first: the buffer protocol has no word for bfloat16
             whole = cast.reshape(-1).view(np.uint8).data
         return [whole[k * self.nbytes : (k + 1) * self.nbytes] for k in range(len(cast))]
+
+    def many(self, raws: Sequence[bytes]) -> tuple[Array, NDArray[np.bool_]]:
+        """Many encoded frames at once: frames `[n, frame, *sample_shape]`, and which are not so.
+
+        The usual encoding differs from frame to frame only in its data, so the first bytes of all
+        of them are compared at once, and no frame is parsed. The frame of one that is encoded
+        otherwise, or is none, is undefined: `read` says what it is.
+        """
+        rows = len(raws)
+        if sys.byteorder != "little" or set(map(len, raws)) != {self.size}:
+            return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)
+        block = np.frombuffer(b"".join(raws), np.uint8).reshape(rows, self.size)
+        start = len(self.header)
+        others: NDArray[np.bool_] = (block[:, :start] != self._head).any(axis=1)
+        data = np.ascontiguousarray(block[:, start:])
+        if not self._plain:
+            others |= (data > 1).any(axis=1)
+        return data.view(self.dtype).reshape(rows, *self.shape), others
+
+    def finite(self, frames: Array) -> NDArray[np.bool_]:
+        """Which of frames `[n, frame, *sample_shape]` hold neither NaN nor an infinity."""
+        if not np.issubdtype(self.dtype, np.inexact):
+            return np.ones(len(frames), bool)
+        finite = np.isfinite(np.asarray(frames)).reshape(len(frames), -1)
+        return np.asarray(finite.all(axis=1))
+
+    def read(self, raw: bytes) -> tuple[bytes, int]:
+        """The data bytes of an encoded frame, checked, and its steps; a short one is padded.
+
+        Raises:
+            BadFrame: it is no frame of this dtype and shape, nor one of fewer steps.
+        """
+        if self._plain and len(raw) == self.size and raw.startswith(self.header):
+            return raw[len(self.header) :], self.shape[0]
+        array = _array(_unpack(raw, self.max_bytes))
+        if array.dtype.newbyteorder("=") == self.dtype and self.is_short(array.shape):
+            return array.tobytes().ljust(self.nbytes, b"\0"), array.shape[0]
+        return self.payload(raw), self.shape[0]
+
+    def usual(self, payload: bytes) -> bytes:
+        """The usual encoding of a frame, from its data bytes."""
+        return self.header + payload
 
     def payload(self, raw: bytes) -> bytes:
         """The data bytes of an encoded frame, checked; raises `BadFrame`."""

@@ -83,8 +83,9 @@ class Session:
         Where the window is full, replies are read (and kept for `replies`) until it is not.
 
         Args:
-            array: `[frame, *sample_shape]`.
-            end: close the session after this frame.
+            array: `[frame, *sample_shape]`; of a model with several inputs, a mapping of their
+                names to arrays.
+            end: close the session after this frame, which may then have fewer steps.
             timeout_s: how long to wait for room in the window.
 
         Raises:
@@ -92,7 +93,7 @@ class Session:
             SessionClosed: the session has ended.
             ReplyTimeout: the window stayed full.
         """
-        fields: Fields = {"frame": self.app.encode(array)}
+        fields: Fields = {"frame": self.app.encode(array, last=end)}
         if end:
             fields["end"] = "1"
         return self._append(fields, timeout_s)

@@ -76,6 +76,7 @@ def _config(
         frame=model.frame,
         sample_shape=model.sample_shape,
         dtype=model.dtype.name,
+        inputs={i.name: (i.dtype.name, i.shape) for i in model.inputs},
         outputs={o.name: (o.dtype.name, o.shape) for o in model.outputs},
         row_counts=counts,
         probe=f"{model.weights}:{digest}",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from slotstream_worker.engine.capacity import memory_bytes, nbytes, sessions
+from slotstream_worker.engine.comparison import Comparison, compare
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.probe import Probe, candidates
 
@@ -14,30 +18,78 @@ from slotstream_worker.engine.probe import Probe, candidates
 def report(
     model: StreamModel, slots: int, row_counts: tuple[int, ...] | None, console: Console
 ) -> None:
-    """Measure a model and print what it takes, gives and holds, and how it would be launched."""
+    """Measure a model and print what it takes, gives and holds, and how it would be launched.
+
+    Raises:
+        CannotStream: it cannot be served, with the reason.
+    """
     console.print(_takes(model))
     engine = Engine(model, slots)
     counts = list(row_counts or candidates(slots))
     with Progress(
-        TextColumn("measuring {task.fields[rows]} rows a launch"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         console=console,
         transient=True,
     ) as bar:
-        task = bar.add_task("", total=len(counts), rows=0)
+        task = bar.add_task("measuring", total=len(counts))
 
         def step(count: int) -> None:
-            bar.update(task, rows=count, completed=counts.index(count))
+            what = f"measuring {count} rows a launch"
+            bar.update(task, description=what, completed=counts.index(count))
 
         probed = engine.prepare(counts, progress=step)
+        bar.remove_task(task)
+        task = bar.add_task("comparing", total=None)
+        compared = compare(
+            engine, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
     console.print(_launches(probed))
+    console.print(_compared(compared))
+    company, _ = compared
+    if not company.bitwise:
+        raise CannotStream(
+            f"{model.name} cannot be served: served in random company its outputs are other bits "
+            f"than alone (largest difference {company.largest:.3g}); please report this, since the "
+            "row counts were seen to agree"
+        )
     chosen = ", ".join(map(str, probed.row_counts))
     console.print(
         f"[green]yes[/]: it can be served, in launches of {chosen} rows. A round of all "
-        f"{slots} sessions takes about {probed.cover.cost(slots):.2f} ms.",
+        f"{slots} sessions takes about {probed.cover.cost(slots):.2f} ms.{_room(engine)}",
         highlight=False,
     )
+
+
+def _room(engine: Engine) -> str:
+    """How many sessions the device holds, in a sentence."""
+    if not engine.model.spec.row_bytes:
+        return " It has no state, so any number of sessions fits."
+    memory = memory_bytes()
+    device = jax.local_devices()[0]
+    kind = "free memory of this host" if device.platform == "cpu" else device.device_kind
+    return (
+        f" The {kind} ({memory / 2**30:.1f} GiB) holds the state of about "
+        f"{sessions(engine, memory):,} sessions."
+    )
+
+
+def _compared(compared: tuple[Comparison, ...]) -> Table:
+    table = Table(title="outputs on random streams", title_justify="left")
+    table.add_column("served")
+    table.add_column("against")
+    for name in ("difference", "values to", "other bits"):
+        table.add_column(name, justify="right")
+    for one in compared:
+        table.add_row(
+            one.what,
+            one.against,
+            "none" if one.bitwise else f"{one.largest:.3g}",
+            f"{one.scale:.3g}",
+            "none" if one.bitwise else f"{one.unequal:.2%}",
+        )
+    return table
 
 
 def _takes(model: StreamModel) -> Table:
@@ -54,7 +106,7 @@ def _takes(model: StreamModel) -> Table:
     table.add_row("state a slot", f"{model.spec.row_bytes:,} bytes")
     if model.spec.row_bytes:
         table.add_row("slots a GiB", f"{2**30 // model.spec.row_bytes:,}")
-    table.add_row("weights", model.weights)
+    table.add_row("weights", f"{model.weights}, {nbytes(model.variables):,} bytes")
     return table
 
 

@@ -14,7 +14,9 @@ from rich.markup import escape
 
 from slotstream.options import app_option, redis_option
 from slotstream_worker.config import WorkerConfig
+from slotstream_worker.loading import TargetOptions
 from slotstream_worker.settings import Counts, Ranges, option
+from slotstream_worker.target_options import MODEL_HELP, target_options
 
 _DEFAULTS = WorkerConfig(nonce="0")
 
@@ -22,8 +24,7 @@ _DEFAULTS = WorkerConfig(nonce="0")
 model_option = option(
     "--model",
     default="slotstream_worker.demo.serving:model",
-    help="MODULE:ATTRIBUTE, a callable without arguments that returns a "
-    "StreamModel; the demo's model by default.",
+    help=f"{MODEL_HELP} The demo's model by default.",
 )
 slots_option = option(
     "--slots", default=_DEFAULTS.slots, type=click.IntRange(1), help="Sessions held at a time."
@@ -34,6 +35,7 @@ slots_option = option(
 @redis_option
 @app_option
 @model_option
+@target_options
 @slots_option
 @option(
     "--name",
@@ -194,6 +196,7 @@ def worker(
     compile_cache: Path | None,
     metrics_port: int,
     log_level: str,
+    options: TargetOptions,
 ) -> None:
     """Serve a model: the process behind the device.
 
@@ -236,10 +239,10 @@ def worker(
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    run_worker(config, model)
+    run_worker(config, model, options)
 
 
-def run_worker(config: WorkerConfig, target: str) -> None:
+def run_worker(config: WorkerConfig, target: str, options: TargetOptions | None = None) -> None:
     """Load the model and serve it until a signal; exits with status 1 and a reason otherwise."""
     from slotstream_worker.service import install_signals, serve
 
@@ -255,7 +258,7 @@ def run_worker(config: WorkerConfig, target: str) -> None:
 
     set_up(config.compile_cache)
     try:
-        worker = Worker(config, load(target))
+        worker = Worker(config, load(target, options))
         log.info(
             "worker %s of app %s: %s, %d slots of %d bytes",
             config.worker,
@@ -279,14 +282,18 @@ def run_worker(config: WorkerConfig, target: str) -> None:
 
 @click.command()
 @click.argument("model", default="slotstream_worker.demo.serving:model")
+@target_options
 @slots_option
 @option("--row-counts", type=Counts(), default=None, help="Measure these row counts only.")
-def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
+def check(
+    model: str, slots: int, row_counts: tuple[int, ...] | None, options: TargetOptions
+) -> None:
     """Say whether a model can be served, and how it would be.
 
-    MODEL is MODULE:ATTRIBUTE, a callable without arguments that returns a StreamModel. Prints
-    its inputs, outputs and state, each row count with its milliseconds, and which of them agree
-    bit for bit. The exit status is 0 for yes.
+    MODEL is MODULE:ATTRIBUTE, a callable without arguments that returns a StreamModel, or
+    nir:FILE, a graph of the Neuromorphic Intermediate Representation. Prints its inputs, outputs
+    and state, each row count with its milliseconds, and which of them agree bit for bit. The
+    exit status is 0 for yes.
     """
     from slotstream_worker.checking import report
     from slotstream_worker.engine.errors import CannotStream
@@ -294,7 +301,7 @@ def check(model: str, slots: int, row_counts: tuple[int, ...] | None) -> None:
 
     console = Console()
     try:
-        report(load(model), slots, row_counts, console)
+        report(load(model, options), slots, row_counts, console)
     except (BadTarget, CannotStream) as error:
         console.print(f"[red]no[/]: {escape(str(error))}", highlight=False)
         sys.exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,8 +10,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from slotstream.codec import FrameCodec, header
+from slotstream.codec import encode, header
 from slotstream.errors import BadFrame
+from slotstream.named import AnyFrames
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.store.commits import Answer
 
@@ -28,6 +28,7 @@ class Entry:
 
     `payload` is the frame's data bytes, None without a frame. `error` makes everything else but
     `end` void: an entry is all or nothing. `mark` is a close mark, neither answered nor counted.
+    `steps` are those of the frame that are real; a session's last may have fewer.
     """
 
     id: bytes
@@ -36,6 +37,7 @@ class Entry:
     end: bool = False
     error: BadFrame | None = None
     mark: bool = False
+    steps: int = 0
 
 
 class EntryReader:
@@ -44,32 +46,21 @@ class EntryReader:
     Args:
         frames: codec of the app's frames.
         finite: refuse frames that hold NaN or an infinity.
+        short: a session's last frame may have fewer steps.
     """
 
-    def __init__(self, frames: FrameCodec, *, finite: bool = False) -> None:
-        self.frames = frames
-        self._finite = finite and np.issubdtype(frames.dtype, np.inexact)
-        self._header = np.frombuffer(frames.header, np.uint8)
+    def __init__(self, frames: AnyFrames, *, finite: bool = False, short: bool = True) -> None:
+        self.frames, self._finite, self._short = frames, finite, short
 
     def frames_of(self, raws: Sequence[bytes]) -> tuple[Frames, list[int]]:
         """Many encoded frames at once: frames `[entries, frame, *sample_shape]`, and what is left.
 
-        The usual encoding differs from frame to frame only in its data, so the first bytes of all
-        of them are compared at once, and no frame is parsed. The places of those that are not so
-        encoded come second: `read` says what they are, and their frames here are undefined.
+        The places of those that are not encoded as usual come second: `read` says what they are,
+        and their frames here are undefined.
         """
-        codec, rows, size = self.frames, len(raws), self.frames.size
-        if sys.byteorder != "little" or set(map(len, raws)) != {size}:
-            return np.zeros((rows, *codec.shape), codec.dtype), list(range(rows))
-        block = np.frombuffer(b"".join(raws), np.uint8).reshape(rows, size)
-        start = len(codec.header)
-        others = (block[:, :start] != self._header).any(axis=1)
-        data = np.ascontiguousarray(block[:, start:])
-        if codec.dtype == np.bool_:
-            others |= (data > 1).any(axis=1)
-        frames = data.view(codec.dtype).reshape(rows, *codec.shape)
+        frames, others = self.frames.many(raws)
         if self._finite:
-            others |= ~np.isfinite(frames).reshape(rows, -1).all(axis=1)
+            others |= ~self.frames.finite(frames)
         return frames, np.flatnonzero(others).tolist()
 
     def read(self, id: bytes, raw: list[bytes]) -> Entry:  # noqa: A002 (the field's own name)
@@ -87,12 +78,12 @@ class EntryReader:
                 twice = next(name for name in fields if raw[::2].count(name) > 1)
                 raise BadFrame("unknown_field", f"an entry has each field once, and this one has "
                                                 f"{_text(twice)} twice")  # fmt: skip
-            payload, reset = self._content(fields)
+            payload, steps, reset = self._content(fields)
         except BadFrame as error:
             return Entry(id, end=end, error=error)
-        return Entry(id, payload, reset, end)
+        return Entry(id, payload, reset, end, steps=steps)
 
-    def _content(self, fields: Mapping[bytes, bytes]) -> tuple[bytes | None, bool]:
+    def _content(self, fields: Mapping[bytes, bytes]) -> tuple[bytes | None, int, bool]:
         if unknown := sorted(fields.keys() - _KNOWN):
             raise BadFrame(
                 "unknown_field",
@@ -112,21 +103,39 @@ class EntryReader:
         if b"frame" not in fields:
             if op is None and b"end" not in fields:
                 raise BadFrame("no_frame", "an entry has a frame, an op or an end")
-            return None, op is not None
-        payload = self.frames.payload(fields[b"frame"])
-        if self._finite and not np.isfinite(np.frombuffer(payload, self.frames.dtype)).all():
+            return None, 0, op is not None
+        payload, steps = self.frames.read(fields[b"frame"])
+        if steps < self.frames.shape[0]:
+            self._may_be_short(steps, b"end" in fields)
+        frame = np.frombuffer(payload, self.frames.dtype).reshape(1, *self.frames.shape)
+        if self._finite and not self.frames.finite(frame).all():
             raise BadFrame(
                 "not_finite",
                 "this app takes finite values only, and the frame holds NaN or an infinity",
             )
-        return payload, op is not None
+        return payload, steps, op is not None
+
+    def _may_be_short(self, steps: int, end: bool) -> None:
+        frame = self.frames.shape[0]
+        if not end:
+            raise BadFrame(
+                "shape",
+                f"this app takes frames of {frame} steps, {self.frames.described}, got {steps}; "
+                "one of fewer is the last of its session, and comes with end = 1",
+            )
+        if not self._short:
+            raise BadFrame(
+                "shape",
+                f"this app takes frames of {frame} steps, the last one too, got {steps}: what its "
+                "replies carry is made of whole frames",
+            )
 
 
 class AnswerWriter:
     """Writes the answers of one model: encoded outputs, and the fields of `out` entries."""
 
     def __init__(self, model: StreamModel) -> None:
-        self.weights = model.weights
+        self.weights, self._outputs, self._single = model.weights, model.outputs, model.single
         packer = msgpack.Packer()
         parts: list[bytes] = [] if model.single else [packer.pack_map_header(len(model.outputs))]
         self._layout: list[tuple[str, int, int]] = []  # name, and where its data begin and end
@@ -157,6 +166,16 @@ class AnswerWriter:
             block[:, start:stop] = array.reshape(rows, -1).view(np.uint8).reshape(rows, -1)
         data = block.tobytes()
         return [data[at : at + size] for at in range(0, rows * size, size)]
+
+    def cut(self, outputs: Mapping[str, np.ndarray[Any, Any]], row: int, steps: int) -> bytes:
+        """The encoded outputs of one row of a launch, of whose frame only `steps` were real."""
+        arrays = {
+            output.name: outputs[output.name][row][:steps]
+            if output.timed
+            else outputs[output.name][row]
+            for output in self._outputs
+        }
+        return encode(next(iter(arrays.values())) if self._single else arrays)
 
     def usual(self, id: bytes, output: bytes) -> Answer:  # noqa: A002 (the field's own name)
         """The answer of an entry that was a frame and nothing else, from its encoded output."""

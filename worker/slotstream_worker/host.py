@@ -16,8 +16,10 @@ from time import monotonic
 import numpy as np
 
 from slotstream.codec import FrameCodec
+from slotstream.named import AnyFrames, NamedFrames
 from slotstream_worker.engine import catchup
 from slotstream_worker.engine.engine import Engine, Failed, Flight, Ran
+from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Session
 from slotstream_worker.engine.rows import Rows
 from slotstream_worker.entries import AnswerWriter, Entry, EntryReader, Frames
@@ -47,6 +49,11 @@ class Round:
     entries: dict[int, Entry] = field(default_factory=dict)
     depth: int = 1
     plain: list[tuple[Hosted, Entry]] = field(default_factory=list)
+
+    def steps(self, frame: int) -> list[int] | None:
+        """How many of each frame's steps are real, where one has fewer than `frame`."""
+        short = {k: one.steps for k, one in self.entries.items() if 0 < one.steps < frame}
+        return [short.get(k, frame) for k in range(len(self.hosted))] if short else None
 
     def __bool__(self) -> bool:
         return bool(self.hosted or self.plain)
@@ -83,8 +90,10 @@ class Host:
         model = engine.model
         self.engine, self.max_sessions = engine, max_sessions
         self.rows = Rows(engine.pool)
-        self.frames = FrameCodec(model.dtype.name, model.frame_shape, max_bytes=max_frame_bytes)
-        self.reader = EntryReader(self.frames, finite=finite)
+        self.frames = _codec(model, max_frame_bytes)
+        self.reader = EntryReader(
+            self.frames, finite=finite, short=model.pick is None or model.pick.short
+        )
         self.writer = AnswerWriter(model)
         self.hosted: dict[str, Hosted] = {}
         self._of: dict[int, dict[str, Hosted]] = {}
@@ -419,7 +428,7 @@ class Host:
             formed.entries[len(formed.hosted)] = entry
             formed.hosted.append(hosted)
             formed.ids.append(id_)
-            formed.raws.append(self.frames.header + entry.payload)
+            formed.raws.append(self.frames.usual(entry.payload))
 
     def launch(self, formed: Round) -> Flying:
         """Start a round; the device computes while the caller does something else.
@@ -441,7 +450,8 @@ class Host:
             return flying
         try:
             self.rows.seat(names, self._busy)
-            flight = self.engine.begin(names, frames, from_rest=from_rest)
+            steps = formed.steps(self.frames.shape[0])
+            flight = self.engine.begin(names, frames, from_rest=from_rest, steps=steps)
         except Exception:
             log.exception("a round of %d frames could not be launched", len(names))
             return flying  # `collect` runs it again, halved until each failure stands alone
@@ -530,8 +540,13 @@ class Host:
             return ()
         keep = [k for k, hosted in enumerate(flying.round.hosted) if not hosted.gone]
         names = [flying.names[k] for k in keep]
+        steps = flying.round.steps(self.frames.shape[0])
         return self.engine.isolate(
-            names, flying.frames[keep], from_rest=flying.from_rest, positions=keep
+            names,
+            flying.frames[keep],
+            from_rest=flying.from_rest,
+            positions=keep,
+            steps=[steps[k] for k in keep] if steps else None,
         )
 
     def _ran(self, formed: Round, ran: Ran) -> None:
@@ -540,12 +555,14 @@ class Host:
             self._ran_far(formed, ran, now)
             return
         outputs = self.writer.outputs(ran.outputs)
-        for k, output in zip(ran.positions, outputs, strict=True):
+        for row, (k, output) in enumerate(zip(ran.positions, outputs, strict=True)):
             hosted = formed.hosted[k]
             if hosted.gone:
                 continue
             if hosted.unsettled or k in formed.entries:
                 entry = formed.entries.get(k) or Entry(formed.ids[k], b"")
+                if 0 < entry.steps < self.frames.shape[0]:
+                    output = self.writer.cut(ran.outputs, row, entry.steps)
                 self._answered(hosted, entry, self.writer.output(entry, output))
                 continue
             hosted.in_flight = False
@@ -627,3 +644,11 @@ class Host:
         """It has been answered: it kills nobody."""
         hosted.attempts = 0
         self._suspects.pop(hosted.session, None)
+
+
+def _codec(model: StreamModel, max_bytes: int) -> AnyFrames:
+    """The codec of a model's frames."""
+    if model.inputs:
+        inputs = {one.name: (one.dtype.name, one.shape) for one in model.inputs}
+        return NamedFrames(inputs, model.frame, max_bytes=max_bytes)
+    return FrameCodec(model.dtype.name, model.frame_shape, max_bytes=max_bytes)

@@ -1,7 +1,7 @@
 """Serving what `sparx` trained: `--model sparx:RUN`, RUN being the directory that a run left.
 
-    slotstream worker --model 'sparx:runs/shd?frame=10'
-    slotstream check 'sparx:runs/shd?frame=10&outputs=sum argmax'
+    slotstream worker --model sparx:runs/shd --frame 10
+    slotstream check 'sparx:runs/shd?outputs=sum argmax&step=2000'
 
 A run's record names the network, its encoder and the keyword arguments that it is deployed with
 (`call`: a trained delay's `sigma`, a mask), and its checkpoints hold the variables, so nothing else
@@ -9,10 +9,10 @@ needs to be said. Frames are the encoder's output, time-major `[frame, ...]` flo
 `sparx.serve.StreamServer`. A network that no run holds is served from a module of one's own:
 `models.linen(network, variables, call=..., frame=..., sample_shape=...)`.
 
-After the question mark may stand, joined with `&`: `frame` (time steps a frame, 1 by default),
-`outputs` (what a reply carries, in the words of `engine.picks`), `step` (which checkpoint; the
-latest by default), `ema` (`0` for the live weights where the run kept an average), `trust`
-(packages besides sparx that the record may import, with commas).
+After a question mark may stand, joined with `&`: `outputs` (what a reply carries, in the words of
+`engine.picks`), `step` (which checkpoint; the latest by default), `ema` (`0` for the live weights
+where the run kept an average), `trust` (packages besides sparx that the record may import, with
+commas).
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.models.linen import linen
 
 SCHEME = "sparx"
-OPTIONS = ("frame", "outputs", "step", "ema", "trust")
+OPTIONS = ("outputs", "step", "ema", "trust")
+FRAME = 10
+"""Time steps a frame, where nothing else is asked for."""
 
 
 class BadRun(ValueError):
     """There is no such run, or not one that holds a network to serve."""
 
 
-def load(target: str) -> StreamModel:
-    """The network of a run: `DIRECTORY`, or `DIRECTORY?frame=10&outputs=last`.
+def load(target: str, frame: int = FRAME) -> StreamModel:
+    """The network of a run: `DIRECTORY`, or `DIRECTORY?outputs=last`.
 
     Raises:
         BadRun: no such run, or an option that is none.
@@ -42,7 +44,6 @@ def load(target: str) -> StreamModel:
     """
     directory, _, query = target.partition("?")
     options = _options(query)
-    frame = int(options.get("frame", "1"))
     if importlib.util.find_spec("sparx") is None:
         raise BadRun(
             "a model sparx:RUN needs sparx, which is not installed here: pip install sparxml "
@@ -66,7 +67,7 @@ def _options(query: str) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise BadRun(f"a run takes {', '.join(OPTIONS)} after its '?'; got {unknown[0]!r}")
-    for name in ("frame", "step", "ema"):
+    for name in ("step", "ema"):
         if name in options and not options[name].isdecimal():
             raise BadRun(f"{name}= is a whole number, got {options[name]!r}")
     return options

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slotstream.bursts import Frames
-from slotstream.codec import MAX_FRAME_BYTES, Array, FrameCodec
+from slotstream.codec import Array
+from slotstream.errors import BadFrame
+from slotstream.named import AnyFrames, NamedFrames, frames_of
 from slotstream.pushing import cut
 
 _MOST_FRAMES, _MOST_BYTES, _LEAST_FRAMES = 8192, 64 * 2**20, 16
@@ -20,12 +21,13 @@ class Samples:
 
     Args:
         codec: of the app's frames.
-        array: the frames, `[n, frame, *sample_shape]`; raises `BadFrame` where they do not fit.
+        frames: `[n, frame, *sample_shape]`, or as many mappings of a model's several inputs;
+            raises `BadFrame` where they do not fit.
     """
 
-    def __init__(self, codec: FrameCodec, array: Array) -> None:
-        self._datas = codec.datas(array)
-        self._before = Frames.before_data(codec.header, codec.nbytes)
+    def __init__(self, codec: AnyFrames, frames: Any) -> None:
+        self._datas = codec.datas(frames)
+        self._before = Frames.before_data(codec.header, codec.size - len(codec.header))
         if not self._datas:
             raise ValueError("there are no frames to push")
 
@@ -41,25 +43,26 @@ class Samples:
         return Frames(self._before, datas)
 
 
-def codec_of(config: dict[str, str]) -> FrameCodec:
-    """The codec of an app's frames, from its configuration."""
-    shape = (int(config["frame"]), *json.loads(config["sample_shape"]))
-    limit = int(config.get("max_frame_bytes", MAX_FRAME_BYTES))
-    return FrameCodec(config["dtype"], shape, max_bytes=limit)
-
-
 def from_file(file: Path, config: dict[str, str]) -> Samples:
     """The frames of a .npy file, or its time steps cut into frames of the app's length."""
-    array = np.load(file, allow_pickle=False)
-    return Samples(codec_of(config), cut(array, config, None))
+    codec, array = frames_of(config), np.load(file, allow_pickle=False)
+    if isinstance(codec, NamedFrames):
+        raise BadFrame("shape", f"this app takes several inputs ({codec.name}); a .npy has one")
+    return Samples(codec, cut(array, config, None))
 
 
 def at_random(config: dict[str, str], seed: int) -> Samples:
     """Random frames: normal, or for whole numbers and bools uniform over small ones."""
-    codec = codec_of(config)
+    codec = frames_of(config)
     frames = min(_MOST_FRAMES, max(_LEAST_FRAMES, _MOST_BYTES // max(codec.nbytes, 1)))
-    values = _values(np.random.default_rng(seed), codec.dtype, (frames, *codec.shape))
-    return Samples(codec, values)
+    rng = np.random.default_rng(seed)
+    if isinstance(codec, NamedFrames):
+        each = {
+            name: _values(rng, part.dtype, (frames, *part.shape))
+            for name, part in codec.parts.items()
+        }
+        return Samples(codec, [{name: a[k] for name, a in each.items()} for k in range(frames)])
+    return Samples(codec, _values(rng, codec.dtype, (frames, *codec.shape)))
 
 
 def _values(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

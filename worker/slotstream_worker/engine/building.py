@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from slotstream_worker.engine.errors import CannotStream
+from slotstream_worker.engine.inputs import Input, inputs_of, unpack
 from slotstream_worker.engine.model import Apply, Output, StreamModel, named
 from slotstream_worker.engine.picks import Pick, Picked, picked
+from slotstream_worker.engine.seeds import Seeding, rest_rows
 from slotstream_worker.engine.state import Leaf, StateSpec, Tree
 from slotstream_worker.engine.streams import check_streams
 
@@ -22,9 +24,10 @@ def build(
     variables: Tree,
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: tuple[int, ...] | Mapping[str, tuple[int, ...]],
     dtype: Any,
     outputs: Pick = "all",
+    seeding: Seeding | None = None,
 ) -> StreamModel:
     """Check that a model streams and say what it takes and gives.
 
@@ -35,16 +38,20 @@ def build(
     Raises:
         CannotStream: with the reason.
     """
+    inputs: tuple[Input, ...] = ()
+    if isinstance(sample_shape, Mapping):
+        inputs = inputs_of(sample_shape, dtype)
+        for one in inputs:
+            _computable(f"{name}, input {one.name},", one.dtype)
+        apply = _taking_apart(apply, inputs)
+        sample_shape, dtype = (sum(one.nbytes for one in inputs),), np.uint8
+        if not sample_shape[0]:
+            raise CannotStream(f"{name} cannot be served: it takes no inputs")
     dtype = np.dtype(dtype)
     sample_shape = tuple(int(n) for n in sample_shape)
     if frame < 1:
         raise CannotStream(f"a frame is at least one time step, got frame={frame}")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise CannotStream(
-            f"{name} takes frames of {dtype}, which JAX computes in "
-            f"{jax.dtypes.canonicalize_dtype(dtype)} unless jax_enable_x64 is set; "
-            "set it, or choose another dtype"
-        )
+    _computable(name, dtype)
     variables = jax.tree.map(jnp.asarray, variables)
     (steps, state), (wider_steps, wider) = (
         _abstract(name, apply, variables, None, (frame, batch, *sample_shape), dtype)
@@ -52,7 +59,7 @@ def build(
     )
     _check_outputs(name, steps, wider_steps, frame)
     pick = picked(outputs)
-    sent = _picked(name, pick, steps)
+    sent, longer = (_picked(name, pick, steps, frame + more) for more in (0, 1))
     spec = _spec(name, state, wider)
     _, again = _abstract(name, apply, variables, state, (frame, 2, *sample_shape), dtype)
     _same_state(name, state, again)
@@ -63,13 +70,41 @@ def build(
         frame,
         sample_shape,
         dtype,
-        tuple(Output(key, leaf.shape, np.dtype(leaf.dtype)) for key, leaf in named(sent).items()),
+        tuple(
+            Output(
+                key,
+                leaf.shape,
+                np.dtype(leaf.dtype),
+                leaf.shape != named(longer)[key].shape,
+            )
+            for key, leaf in named(sent).items()
+        ),
         not isinstance(sent, Mapping),
         spec,
         pick,
+        inputs,
+        rest_rows(name, spec, seeding) if seeding else None,
     )
     check_streams(model)
     return model
+
+
+def _computable(name: str, dtype: np.dtype[Any]) -> None:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise CannotStream(
+            f"{name} takes frames of {dtype}, which JAX computes in "
+            f"{jax.dtypes.canonicalize_dtype(dtype)} unless jax_enable_x64 is set; "
+            "set it, or choose another dtype"
+        )
+
+
+def _taking_apart(apply: Apply, inputs: tuple[Input, ...]) -> Apply:
+    """The same, from frames of bytes."""
+
+    def packed(variables: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
+        return apply(variables, state, unpack(inputs, frames))
+
+    return packed
 
 
 def _abstract(
@@ -109,14 +144,13 @@ def _check_outputs(name: str, outputs: Any, wider: Any, frame: int) -> None:
             )
 
 
-def _picked(name: str, pick: Picked | None, steps: Any) -> Any:
-    """Shapes of what is sent of one session's frame."""
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(
-        (leaf.shape[0], *leaf.shape[2:]), leaf.dtype), steps)  # fmt: skip
+def _picked(name: str, pick: Picked | None, steps: Any, frame: int) -> Any:
+    """Shapes of what is sent of one session's frame of so many steps."""
+    one = jax.tree.map(lambda y: jax.ShapeDtypeStruct((frame, *y.shape[2:]), y.dtype), steps)
     if pick is None:
         return one
     try:
-        sent = jax.eval_shape(pick, one)
+        sent = jax.eval_shape(pick.act, one, jax.ShapeDtypeStruct((), np.int32))
     except Exception as error:
         raise CannotStream(
             f"{name} cannot be served: outputs= raised {type(error).__name__} on what one frame of "

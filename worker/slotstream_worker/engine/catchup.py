@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine.launch import Launched, Launcher
-from slotstream_worker.engine.model import random_frames
 from slotstream_worker.engine.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -29,10 +28,9 @@ def agrees(launcher: Launcher, pool: Pool, rows: int) -> bool:
     Runs on an empty pool, which is empty again afterwards.
     """
     sessions = list(range(min(rows, pool.slots)))
-    shape = (rows, FRAMES, *launcher.model.frame_shape)
+    model = launcher.model
     rng = np.random.default_rng(20_240_608)
-    first = random_frames(rng, shape[:1] + shape[2:], launcher.model.dtype)
-    frames = random_frames(rng, shape, launcher.model.dtype)
+    first, frames = model.random_frames(rng, (rows,)), model.random_frames(rng, (rows, FRAMES))
     results = []
     try:
         for together in (False, True):

@@ -10,8 +10,8 @@ for ran in engine.finish(flight):              # waits, and only then changes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,8 @@ class Flight:
 
     launches: tuple[Launched, ...]
     positions: tuple[Sequence[int], ...]
+    undo: Mapping[Session, bytes] = field(default_factory=dict)
+    """Rows as they were before a reset that is part of the round, where that had to be written."""
 
 
 class Engine:
@@ -61,7 +63,7 @@ class Engine:
 
     def __init__(self, model: StreamModel, slots: int) -> None:
         self.model = model
-        self.pool = Pool(model.spec, slots)
+        self.pool = Pool(model.spec, slots, model.rest)
         self.launcher = Launcher(model)
         self.probed: Probe | None = None
         self._cover: Cover | None = None
@@ -115,6 +117,7 @@ class Engine:
         frames: np.ndarray[Any, Any],
         *,
         from_rest: Collection[Session] = (),
+        steps: Sequence[int] | None = None,
     ) -> Flight:
         """Launch one frame of each session; every row stays as it is until `finish`.
 
@@ -122,20 +125,45 @@ class Engine:
             sessions: hold slots, each named once.
             frames: `[sessions, frame, *sample_shape]`, in their order.
             from_rest: sessions whose state this frame starts anew (a reset before it).
+            steps: how many of each frame's steps are real; all of them by default.
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
+        undo: dict[Session, bytes] = {}
+        if from_rest and self.pool.rest:
+            undo = dict(zip(from_rest, self.pool.read(list(from_rest)), strict=True))
+            self.pool.write(dict.fromkeys(from_rest, b""))
+            from_rest = ()
+        try:
+            return replace(self._begin(sessions, frames, from_rest, steps), undo=undo)
+        except BaseException:
+            self._undo(undo)
+            raise
+
+    def _undo(self, rows: Mapping[Session, bytes]) -> None:
+        if rows:
+            self.pool.write({s: raw for s, raw in rows.items() if s in self.pool})
+
+    def _begin(
+        self,
+        sessions: Sequence[Session],
+        frames: np.ndarray[Any, Any],
+        from_rest: Collection[Session],
+        steps: Sequence[int] | None,
+    ) -> Flight:
         has_state = self.pool.all_have_state(sessions)
         if from_rest:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
         parts: list[tuple[Launched, Sequence[int]]] = []
         if has_state.all() or not has_state.any():
-            self._launch(parts, sessions, frames, range(len(sessions)), bool(has_state[:1].all()))
+            where, state = range(len(sessions)), bool(has_state[:1].all())
+            self._launch(parts, sessions, frames, where, state, steps)
         else:
             for state in (False, True):
                 places = np.flatnonzero(has_state == state).tolist()
                 chosen = [sessions[k] for k in places]
-                self._launch(parts, chosen, frames[places], places, state)
+                real = [steps[k] for k in places] if steps is not None else None
+                self._launch(parts, chosen, frames[places], places, state, real)
         return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
 
     def begin_far(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any]) -> Flight:
@@ -160,6 +188,7 @@ class Engine:
         frames: np.ndarray[Any, Any],
         positions: Sequence[int],
         has_state: bool,
+        steps: Sequence[int] | None,
     ) -> None:
         """Launch rows that are all at rest, or all hold state."""
         start = 0
@@ -167,7 +196,8 @@ class Engine:
             part = slice(start, start + count)
             plan = self.pool.plan(sessions[part], rows=count)
             plan.has_state[:] = has_state
-            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count))
+            real = steps[part] if steps is not None else None
+            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count), real)
             parts.append((launched, positions[part]))
             start += count
 
@@ -176,10 +206,14 @@ class Engine:
 
         Raises what a launch raised; then no row has changed, whichever launch it was.
         """
-        ran = [
-            Ran(launched.plan.sessions, launched.wait(), positions)
-            for launched, positions in zip(flight.launches, flight.positions, strict=True)
-        ]
+        try:
+            ran = [
+                Ran(launched.plan.sessions, launched.wait(), positions)
+                for launched, positions in zip(flight.launches, flight.positions, strict=True)
+            ]
+        except BaseException:
+            self._undo(flight.undo)
+            raise
         self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
         return ran
 
@@ -189,9 +223,10 @@ class Engine:
         frames: np.ndarray[Any, Any],
         *,
         from_rest: Collection[Session] = (),
+        steps: Sequence[int] | None = None,
     ) -> list[Ran]:
         """`begin` and `finish` in one."""
-        return self.finish(self.begin(sessions, frames, from_rest=from_rest))
+        return self.finish(self.begin(sessions, frames, from_rest=from_rest, steps=steps))
 
     def isolate(
         self,
@@ -200,6 +235,7 @@ class Engine:
         *,
         from_rest: Collection[Session] = (),
         positions: Sequence[int] | None = None,
+        steps: Sequence[int] | None = None,
     ) -> Iterable[Ran | Failed]:
         """Run a round that failed once more, halved until each failure stands alone.
 
@@ -210,7 +246,7 @@ class Engine:
         if not len(sessions):
             return
         try:
-            for ran in self.run(sessions, frames, from_rest=from_rest):
+            for ran in self.run(sessions, frames, from_rest=from_rest, steps=steps):
                 yield replace(ran, positions=[places[k] for k in ran.positions])
         except Exception as error:
             if len(sessions) == 1:
@@ -219,7 +255,11 @@ class Engine:
             half = len(sessions) // 2
             for part in (slice(0, half), slice(half, None)):
                 yield from self.isolate(
-                    sessions[part], frames[part], from_rest=from_rest, positions=places[part]
+                    sessions[part],
+                    frames[part],
+                    from_rest=from_rest,
+                    positions=places[part],
+                    steps=steps[part] if steps is not None else None,
                 )
 
 

@@ -7,6 +7,7 @@ and rows that continue go in launches of their own, so nothing is computed twice
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,28 +47,28 @@ class Launcher:
 
         # Rows first on the host (a row's bytes are then one run of memory), time first in the
         # model; the transposition is part of the compiled step.
-        def sent(outputs: Any) -> Outputs:
+        def sent(outputs: Any, steps: Any) -> Outputs:
             if model.pick is None:
                 return _second_first(named(outputs))
-            return named(jax.vmap(model.pick, in_axes=1)(outputs))
+            return named(jax.vmap(model.pick.act, in_axes=(1, 0))(outputs, steps))
 
-        def begin(variables: Any, frames: jax.Array) -> tuple[Outputs, Rows]:
+        def begin(variables: Any, frames: jax.Array, steps: Any) -> tuple[Outputs, Rows]:
             outputs, state = model.apply(variables, None, jnp.moveaxis(frames, 0, 1))
-            return sent(outputs), spec.from_model(state)
+            return sent(outputs, steps), spec.from_model(state)
 
         def advance(
-            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
+            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array, steps: Any
         ) -> tuple[Outputs, Rows]:
             state = spec.to_model([gather_rows(array, indices) for array in arrays])
             outputs, state = model.apply(variables, state, jnp.moveaxis(frames, 0, 1))
-            return sent(outputs), spec.from_model(state)
+            return sent(outputs, steps), spec.from_model(state)
 
         def advance_far(
-            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array
+            variables: Any, arrays: Rows, indices: jax.Array, frames: jax.Array, steps: Any
         ) -> tuple[Outputs, Rows]:
             def step(state: Any, frame: jax.Array) -> tuple[Any, Outputs]:
                 outputs, state = model.apply(variables, state, jnp.moveaxis(frame, 0, 1))
-                return state, sent(outputs)
+                return state, sent(outputs, steps)
 
             state = spec.to_model([gather_rows(array, indices) for array in arrays])
             state, outputs = jax.lax.scan(step, state, jnp.moveaxis(frames, 1, 0))
@@ -76,20 +77,28 @@ class Launcher:
         self._begin, self._advance = jax.jit(begin), jax.jit(advance)
         self._advance_far = jax.jit(advance_far)
 
-    def launch(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
+    def launch(
+        self,
+        pool: Pool,
+        plan: Plan,
+        frames: np.ndarray[Any, Any],
+        steps: Sequence[int] | None = None,
+    ) -> Launched:
         """Run one launch; returns at once where the device computes in the background.
 
         Args:
             pool: where the rows lie.
             plan: all of its real rows are at rest, or all hold state.
             frames: `[rows, frame, *sample_shape]`.
+            steps: how many of each frame's steps are real; all of them by default.
         """
+        real = self._steps(len(frames), steps)
         if plan.has_state[0]:
             outputs, rows = self._advance(
-                self.model.variables, pool.arrays, plan.slot_indices, frames
+                self.model.variables, pool.arrays, plan.slot_indices, frames, real
             )
         else:
-            outputs, rows = self._begin(self.model.variables, frames)
+            outputs, rows = self._begin(self.model.variables, frames, real)
         return Launched(plan, outputs, rows)
 
     def launch_far(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
@@ -101,9 +110,19 @@ class Launcher:
             frames: `[rows, frames, frame, *sample_shape]`; so are the outputs.
         """
         outputs, rows = self._advance_far(
-            self.model.variables, pool.arrays, plan.slot_indices, frames
+            *(self.model.variables, pool.arrays, plan.slot_indices, frames),
+            self._steps(len(frames), None),
         )
         return Launched(plan, outputs, rows)
+
+    def _steps(self, rows: int, steps: Sequence[int] | None) -> np.ndarray[Any, Any] | None:
+        """Real steps of each row, int32 `[rows]`; None where no pick asks for them."""
+        if self.model.pick is None:
+            return None
+        real = np.full(rows, self.model.frame, np.int32)
+        if steps is not None:
+            real[: len(steps)] = steps
+        return real
 
 
 def _second_first(arrays: Outputs) -> Outputs:

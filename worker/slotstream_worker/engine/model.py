@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from slotstream_worker.engine.inputs import Input, pack
 from slotstream_worker.engine.picks import Picked
 from slotstream_worker.engine.state import StateSpec, Tree
 
-Apply = Callable[[Tree, Tree | None, jax.Array], tuple[Any, Tree]]
-"""`(variables, state or None for rest, frames [steps, batch, *sample]) -> (outputs, state)`."""
+Apply = Callable[[Tree, Tree | None, Any], tuple[Any, Tree]]
+"""`(variables, state or None for rest, frames [steps, batch, *sample]) -> (outputs, state)`; with
+several inputs, frames are a mapping of their names."""
+
+
+SampleShape = tuple[int, ...] | Mapping[str, tuple[int, ...]]
+"""Shape of one time step of one session, or that of each named input."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Output:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    timed: bool = True
+    """Whether its first axis is the frame's steps."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,8 @@ class StreamModel:
 
     `outputs` are what one frame of one session gives; `single` says that this is one array and not
     a mapping of names. `pick` makes it of the model's own outputs; None where they are sent whole.
+    `inputs` are those of a model with several; its frames are then bytes (see `engine.inputs`).
+    `rest` gives the row that a session starts from, where each has its own (see `engine.seeds`).
     """
 
     name: str
@@ -48,11 +58,25 @@ class StreamModel:
     single: bool
     spec: StateSpec
     pick: Picked | None = None
+    inputs: tuple[Input, ...] = ()
+    rest: Callable[[Hashable], bytes] | None = None
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
         """Shape of one frame of one session, time-major: `[frame, *sample_shape]`."""
         return (self.frame, *self.sample_shape)
+
+    def random_frames(
+        self, rng: np.random.Generator, leading: tuple[int, ...]
+    ) -> np.ndarray[Any, Any]:
+        """Random frames `[*leading, frame, *sample_shape]` that exercise the model."""
+        if not self.inputs:
+            return random_frames(rng, (*leading, *self.frame_shape), self.dtype)
+        each = {
+            one.name: random_frames(rng, (*leading, self.frame, *one.shape), one.dtype)
+            for one in self.inputs
+        }
+        return pack(self.inputs, each)
 
     @cached_property
     def weights(self) -> str:

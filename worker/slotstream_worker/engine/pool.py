@@ -14,7 +14,7 @@ donated), and only here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,12 +66,21 @@ class Admission:
 
 
 class Pool:
-    """Rows of state for `slots` sessions. Constructed at rest: all zeros, all slots free."""
+    """Rows of state for `slots` sessions. Constructed at rest: all zeros, all slots free.
 
-    def __init__(self, spec: StateSpec, slots: int) -> None:
+    Args:
+        spec: of the state.
+        slots: rows.
+        rest: the row that a session starts from, by its id, where that is not the same for all;
+            a session then holds state from the start.
+    """
+
+    def __init__(
+        self, spec: StateSpec, slots: int, rest: Callable[[Session], bytes] | None = None
+    ) -> None:
         if slots < 1:
             raise ValueError(f"a pool has at least one slot, got {slots}")
-        self.spec, self.slots, self.sink = spec, slots, slots
+        self.spec, self.slots, self.sink, self.rest = spec, slots, slots, rest
         self.arrays: Rows = spec.zeros(slots + 1)
         self._held: dict[Session, int] = {}
         self._free = deque(range(slots))
@@ -146,6 +155,8 @@ class Pool:
             slot = self._held[session] = self._free.popleft()
             self._has_state[slot] = False
             self._generations[slot] += 1
+        if self.rest:
+            self.write(dict.fromkeys(new, b""))
         return Admission(tuple(new))
 
     def rollback_admit(self, admission: Admission) -> None:
@@ -162,6 +173,9 @@ class Pool:
 
     def reset(self, session: Session) -> None:
         """Back to rest, zeroed, the slot kept."""
+        if self.rest:
+            self.write({session: b""})
+            return
         slot = self._held[session]
         self._zero([slot])
         self._has_state[slot] = False
@@ -272,6 +286,8 @@ class Pool:
         Raises:
             ValueError: bytes that are not a row of this model's state; nothing is written.
         """
+        if self.rest:
+            rows = {session: raw or self.rest(session) for session, raw in rows.items()}
         full = {session: raw for session, raw in rows.items() if raw}
         values = self.spec.unpack(list(full.values()))
         start = 0

@@ -19,7 +19,6 @@ import numpy as np
 from slotstream_worker.engine.cover import Cover
 from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.launch import Launcher
-from slotstream_worker.engine.model import random_frames
 from slotstream_worker.engine.pool import Plan, Pool
 
 ROWS = 32
@@ -111,7 +110,8 @@ def probe(
         raise CannotStream(
             f"{launcher.model.name} cannot be served: a session's outputs depend on the other "
             "sessions in the batch. A model that normalises or mixes over the batch axis cannot "
-            "be served; use its running statistics (train=False) instead"
+            "be served; use its running statistics (train=False) instead. (Where only last bits "
+            "differ, other row counts may do: --row-counts 16,64)"
         )
     chosen = min(found.groups, key=lambda group: _burden(found, group, pool.slots))
     digest = next(m.digest for m in measured if m.count in chosen)
@@ -139,9 +139,7 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
     """
     model = launcher.model
     # The followed sessions' frames are the same for every count, every seed and every worker.
-    streams = random_frames(
-        np.random.default_rng(20_240_607), (FRAMES, ROWS, *model.frame_shape), model.dtype
-    )
+    streams = model.random_frames(np.random.default_rng(20_240_607), (FRAMES, ROWS))
     rng = np.random.default_rng(seed)
     order = [int(k) for k in rng.permutation(ROWS)]
     together = min(count, pool.slots)
@@ -151,7 +149,7 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
     states = [b""] * ROWS
     for frames in streams:
         for group, seat in zip(groups, seats, strict=True):
-            block = random_frames(rng, (count, *model.frame_shape), model.dtype)
+            block = model.random_frames(rng, (count,))
             strangers = np.setdiff1d(np.arange(count), seat)
             if np.issubdtype(model.dtype, np.inexact) and len(strangers) and seed % 2 == 0:
                 block[strangers[0]] = np.nan
@@ -186,9 +184,7 @@ def _time(launcher: Launcher, pool: Pool, count: int) -> float:
     """Median milliseconds of a launch of rows that continue, the commit included."""
     sessions = range(min(count, pool.slots))
     pool.admit(sessions)
-    frames = random_frames(
-        np.random.default_rng(0), (count, *launcher.model.frame_shape), launcher.model.dtype
-    )
+    frames = launcher.model.random_frames(np.random.default_rng(0), (count,))
     times = []
     for repeat in range(_REPEATS + 2):
         plan = pool.plan(sessions, rows=count)

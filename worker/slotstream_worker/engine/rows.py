@@ -36,9 +36,9 @@ class Rows:
 
     def has_state(self, session: Session) -> bool:
         """Whether a session has left rest."""
-        return self.pool.has_state(session) if session in self._seated else bool(
-            self._parked[session]
-        )  # fmt: skip
+        if session in self._seated:
+            return self.pool.has_state(session)
+        return bool(self._parked[session] or self.pool.rest)
 
     def hold(self, rows: Mapping[str, bytes]) -> None:
         """Take sessions in with their rows (no bytes: at rest); they take a slot when they run.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.inputs import pack
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.models.linen import linen
 from slotstream_worker.engine.state import Tree
@@ -141,7 +142,8 @@ class StreamServer:
 
         Args:
             session: an open session.
-            frame: `[frame, *sample_shape]`; other numbers of the same kind are converted.
+            frame: `[frame, *sample_shape]`; other numbers of the same kind are converted. Of a
+                model with several inputs, a mapping of their names to such arrays.
 
         Returns:
             A future of the frame's outputs: `[frame, ...]`, or a mapping of names to such.
@@ -151,6 +153,8 @@ class StreamServer:
             ValueError: a frame of another shape or kind.
         """
         self._check(session)
+        if self.model.inputs and isinstance(frame, Mapping):
+            frame = self._packed(frame)
         array = np.asarray(frame)
         if array.shape != self.model.frame_shape:
             raise ValueError(f"a frame is {self.model.frame_shape}, got {array.shape}")
@@ -165,6 +169,20 @@ class StreamServer:
         self.pending[session].append((np.array(array, self.model.dtype, order="C"), future))
         self._waiting[session] = None
         return future
+
+    def _packed(self, arrays: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        """A frame of several inputs as the model's bytes `[frame, step]`."""
+        inputs, frame = self.model.inputs, self.model.frame
+        if set(arrays) != {one.name for one in inputs}:
+            raise ValueError(
+                f"a frame has {', '.join(one.name for one in inputs)}; got {', '.join(arrays)}"
+            )
+        for one in inputs:
+            shape, dtype = np.shape(arrays[one.name]), np.asarray(arrays[one.name]).dtype
+            if shape != (frame, *one.shape) or not np.can_cast(dtype, one.dtype, "same_kind"):
+                expected = f"{one.dtype}{[frame, *one.shape]}"
+                raise ValueError(f"input {one.name} is {expected}, got {dtype}{list(shape)}")
+        return pack(inputs, arrays)
 
     def step(self) -> int:
         """Run the oldest waiting frame of every session that has one; returns how many ran."""

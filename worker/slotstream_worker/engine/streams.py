@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from slotstream_worker.engine.errors import CannotStream
-from slotstream_worker.engine.model import StreamModel, named, random_frames
+from slotstream_worker.engine.model import StreamModel, named
 
 BATCH = 2
 TRIES = 3
@@ -33,8 +33,9 @@ def _disagreement(model: StreamModel, seed: int) -> str | None:
     """How a whole call and its frames differ on random data, None when they agree."""
     run = jax.jit(model.apply)
     rng = np.random.default_rng(seed)
-    shape = (2 * model.frame, BATCH, *model.sample_shape)
-    frames = jnp.asarray(random_frames(rng, shape, model.dtype))
+    each = model.random_frames(rng, (BATCH, 2))
+    steps = each.reshape(BATCH, 2 * model.frame, *model.sample_shape)
+    frames = jnp.moveaxis(jnp.asarray(steps), 0, 1)
     first, second = frames[: model.frame], frames[model.frame :]
     try:
         whole, _ = run(model.variables, None, frames)

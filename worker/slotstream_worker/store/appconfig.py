@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slotstream.lines import Line
 from slotstream.names import config_key
@@ -19,7 +19,7 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class AppConfig:
-    """Fields of `<app>:config`."""
+    """Fields of `<app>:config`. `inputs`: those of a model with several, dtype and sample shape."""
 
     frame: int
     sample_shape: tuple[int, ...]
@@ -28,26 +28,27 @@ class AppConfig:
     row_counts: tuple[int, ...]
     probe: str
     max_frame_bytes: int
+    inputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     partitions: int = 1
     protocol: int = PROTOCOL
 
     def fields(self) -> dict[str, str]:
         """The hash's fields."""
-        outputs = {
-            name: {"dtype": dtype, "shape": list(shape)}
-            for name, (dtype, shape) in self.outputs.items()
-        }
-        return {
+        fields = {
             "protocol": str(self.protocol),
             "partitions": str(self.partitions),
             "frame": str(self.frame),
             "sample_shape": json.dumps(list(self.sample_shape)),
             "dtype": self.dtype,
-            "outputs": json.dumps(outputs, sort_keys=True),
+            "outputs": _shapes(self.outputs),
             "row_counts": json.dumps(list(self.row_counts)),
             "probe": self.probe,
             "max_frame_bytes": str(self.max_frame_bytes),
         }
+        if self.inputs:  # a frame is then a map of them, and has no dtype and shape of its own
+            del fields["sample_shape"], fields["dtype"]
+            fields["inputs"] = _shapes(self.inputs)
+        return fields
 
 
 def read(line: Line, app: str) -> dict[str, str]:
@@ -73,6 +74,14 @@ def differences(held: Mapping[str, str], config: AppConfig) -> list[str]:
         for name, value in config.fields().items()
         if held.get(name) != value
     ]
+
+
+def _shapes(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """Arrays by name as JSON."""
+    described = {
+        name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in arrays.items()
+    }
+    return json.dumps(described, sort_keys=True)
 
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:

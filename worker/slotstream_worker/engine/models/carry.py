@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from slotstream_worker.engine.building import build
-from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.engine.models.starts import repeated
+from slotstream_worker.engine.model import SampleShape, StreamModel
+from slotstream_worker.engine.models.starts import batch_of, repeated
 from slotstream_worker.engine.picks import Pick
+from slotstream_worker.engine.seeds import Seeding
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, jax.Array], tuple[Tree, Any]]
@@ -22,9 +23,11 @@ def carry(
     variables: Tree,
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
+    key: str = "",
+    seed: int = 0,
     name: str | None = None,
 ) -> StreamModel:
     """Serve a function with an explicit carry.
@@ -38,9 +41,13 @@ def carry(
             an input of `(1, features)`).
         variables: any tree of arrays; the weights.
         frame: time steps a frame.
-        sample_shape: shape of one time step of one session.
-        dtype: dtype of the frames.
+        sample_shape: shape of one time step of one session; of a model with several inputs, by
+            their names.
+        dtype: dtype of the frames, one for all inputs or by their names.
         outputs: what a reply carries, see `engine.picks`.
+        key: the leaf of the state that is a random key (uint32 `[2]`, `jax.random.key_data`), by
+            its names with dots between; each session starts from a key of its own.
+        seed: what the sessions' keys are drawn from, with their ids.
         name: what messages call the model; the function's name by default.
 
     Raises:
@@ -50,7 +57,7 @@ def carry(
     start = initial_carry if callable(initial_carry) else repeated(called, initial_carry)
 
     def apply(weights: Tree, state: Tree | None, frames: jax.Array) -> tuple[Any, Tree]:
-        before = start(frames.shape[1]) if state is None else state
+        before = start(batch_of(frames)) if state is None else state
         after, ys = step(weights, before, frames)
         return ys, after
 
@@ -62,4 +69,5 @@ def carry(
         sample_shape=sample_shape,
         dtype=dtype,
         outputs=outputs,
+        seeding=Seeding(seed, key, start) if key else None,
     )

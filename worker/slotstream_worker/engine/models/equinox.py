@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.model import SampleShape, StreamModel
 from slotstream_worker.engine.models.example import example
 from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
@@ -17,7 +17,7 @@ def equinox(
     step: Callable[[Any, Tree, Any], tuple[Tree, Any]] | None = None,
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
 ) -> StreamModel:

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from slotstream_worker.engine.building import build
-from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.model import SampleShape, StreamModel
+from slotstream_worker.engine.models.starts import batch_of
 from slotstream_worker.engine.picks import Pick
+from slotstream_worker.engine.seeds import Seeding
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, Any], tuple[Tree, Any]]
@@ -22,9 +24,11 @@ def example(
     variables: Tree,
     *,
     frame: int,
-    sample_shape: Any,
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
+    key: str = "",
+    seed: int = 0,
     per_step: bool = False,
     name: str | None = None,
 ) -> StreamModel:
@@ -43,13 +47,19 @@ def example(
         sample_shape: shape of one time step.
         dtype: dtype of the frames.
         outputs: what a reply carries, see `engine.picks`.
+        key: the leaf of the state that is a random key (uint32 `[2]`, `jax.random.key_data`), by
+            its names with dots between; each session starts from a key of its own.
+        seed: what the sessions' keys are drawn from, with their ids.
         per_step: `step` takes one time step; it is scanned over the frame.
         name: what messages call the model; the function's name by default.
 
     Raises:
         CannotStream: the function cannot be served, with the reason.
     """
-    start = jax.tree.map(jnp.asarray, initial_state)
+    one = jax.tree.map(jnp.asarray, initial_state)
+
+    def start(batch: int) -> Tree:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
     def over_frame(weights: Tree, state: Tree, frames: Any) -> tuple[Tree, Any]:
         if not per_step:
@@ -58,8 +68,7 @@ def example(
 
     def apply(weights: Tree, state: Tree | None, frames: Any) -> tuple[Any, Tree]:
         if state is None:
-            batch = jax.tree.leaves(frames)[0].shape[1]
-            state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), start)
+            state = start(batch_of(frames))
         after, ys = jax.vmap(over_frame, in_axes=(None, 0, 1), out_axes=(0, 1))(
             weights, state, frames
         )
@@ -74,4 +83,5 @@ def example(
         sample_shape=sample_shape,
         dtype=dtype,
         outputs=outputs,
+        seeding=Seeding(seed, key, start) if key else None,
     )

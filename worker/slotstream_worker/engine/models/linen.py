@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from slotstream_worker.engine.building import build
 from slotstream_worker.engine.errors import CannotStream
-from slotstream_worker.engine.model import StreamModel
+from slotstream_worker.engine.model import SampleShape, StreamModel
 from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
 
@@ -23,7 +23,7 @@ def linen(
     variables: Mapping[str, Any],
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     call: Mapping[str, Any] | None = None,
     collection: str = "state",
@@ -42,8 +42,9 @@ def linen(
         module: returns time-major outputs `[frame, batch, ...]`, one array or a mapping.
         variables: the module's variables.
         frame: time steps a frame.
-        sample_shape: shape of one time step of one session.
-        dtype: dtype of the frames.
+        sample_shape: shape of one time step of one session; of a model with several inputs, by
+            their names.
+        dtype: dtype of the frames, one for all inputs or by their names.
         call: further keyword arguments of the call.
         collection: name of the collection that holds the state.
         outputs: what a reply carries, see `engine.picks`.

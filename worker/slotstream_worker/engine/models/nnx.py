@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx as flax_nnx
 
 from slotstream_worker.engine.building import build
 from slotstream_worker.engine.errors import CannotStream
-from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.engine.models.starts import repeated
+from slotstream_worker.engine.model import SampleShape, StreamModel
+from slotstream_worker.engine.models.starts import abstract, batch_of, repeated
 from slotstream_worker.engine.picks import Pick
 from slotstream_worker.engine.state import Tree
 
@@ -24,7 +23,7 @@ def nnx(
     module: flax_nnx.Module,
     *,
     frame: int,
-    sample_shape: tuple[int, ...],
+    sample_shape: SampleShape,
     dtype: Any = "float32",
     outputs: Pick = "all",
     rest: Callable[[Any, int], None] | None = None,
@@ -39,8 +38,9 @@ def nnx(
     Args:
         module: called with `[frame, batch, *sample_shape]`; as it is now, it is at rest.
         frame: time steps a frame.
-        sample_shape: shape of one time step of one session.
-        dtype: dtype of the frames.
+        sample_shape: shape of one time step of one session; of a model with several inputs, by
+            their names.
+        dtype: dtype of the frames, one for all inputs or by their names.
         outputs: what a reply carries, see `engine.picks`.
         rest: `rest(module, batch)` puts the module at rest for a batch of that size. By default
             it is made for a batch of 1, and its state Variables `[1, ...]` are repeated.
@@ -51,7 +51,7 @@ def nnx(
     """
     name = type(module).__name__
     module.eval()  # type: ignore[no-untyped-call]
-    moved = _written(name, module, (frame, 1, *sample_shape), dtype, batch_major)
+    moved = _written(name, module, abstract(frame, 1, sample_shape, dtype), batch_major)
     # Random streams that a call leaves alone (dropout's, in eval mode) are no weights: a key has no
     # bytes to name a version by.
     graph, *parts = flax_nnx.split(module, lambda path, _: path in moved, flax_nnx.RngState, ...)
@@ -64,13 +64,13 @@ def nnx(
         if state is not None:
             values, carries = state["variables"], state["carries"]
         else:
-            values = start(frames.shape[1]) if start else one
+            values = start(batch_of(frames)) if start else one
         # Variables of this call's own: nnx changes them in place, JAX traces this again, and a
         # transform of nnx refuses those that were made outside of a scan that it runs in.
         own = jax.tree.map(lambda leaf: leaf, (random, variables))
         merged = flax_nnx.merge(graph, _as_state(held, values), *own)
         if state is None and rest:
-            rest(merged, frames.shape[1])
+            rest(merged, batch_of(frames))
         going = _carry_on(merged, carries)
         ys = _call(merged, frames, batch_major)
         kept = flax_nnx.state(merged, lambda path, _: path in moved)
@@ -130,21 +130,19 @@ def _carry_on(merged: Any, carries: dict[str, Tree]) -> dict[str, _Carrying]:
     return going
 
 
-def _call(merged: Any, frames: jax.Array, batch_major: bool) -> Any:
+def _call(merged: Any, frames: Any, batch_major: bool) -> Any:
     if not batch_major:
         return merged(frames)
-    ys = merged(jnp.moveaxis(frames, 0, 1))
+    ys = merged(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), frames))
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), ys)
 
 
-def _written(
-    name: str, module: Any, shape: tuple[int, ...], dtype: Any, batch_major: bool
-) -> set[Path]:
+def _written(name: str, module: Any, frames: Any, batch_major: bool) -> set[Path]:
     """Paths of the Variables that a call writes to."""
     graph, state = flax_nnx.split(module)
     changed: set[Path] = set()
 
-    def run(values: Any, frames: jax.Array) -> None:
+    def run(values: Any, frames: Any) -> None:
         merged = flax_nnx.merge(graph, values)
         before = {path: variable.get_value() for path, variable in _variables(merged)}
         _carry_on(merged, {})
@@ -156,13 +154,13 @@ def _written(
         )
 
     try:
-        jax.eval_shape(run, state, jax.ShapeDtypeStruct(shape, np.dtype(dtype)))
+        jax.eval_shape(run, state, frames)
     except CannotStream as error:
         raise CannotStream(f"{name} cannot be served: {error}") from None
     except Exception as error:
         raise CannotStream(
-            f"{name} cannot be served: one frame {list(shape)} ([frame, batch, *sample_shape]) "
-            f"raised {type(error).__name__}: {error}"
+            f"{name} cannot be served: one frame ([frame, batch, *sample_shape], {frames}) raised "
+            f"{type(error).__name__}: {error}"
         ) from error
     return changed
 

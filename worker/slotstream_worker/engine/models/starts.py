@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from slotstream_worker.engine.errors import CannotStream
+from slotstream_worker.engine.inputs import inputs_of
+from slotstream_worker.engine.model import SampleShape
 from slotstream_worker.engine.state import Tree
+
+
+def batch_of(frames: Any) -> int:
+    """Batch size of frames `[frame, batch, *sample_shape]`, one array or several by name."""
+    return int(jax.tree.leaves(frames)[0].shape[1])
+
+
+def abstract(frame: int, batch: int, sample_shape: SampleShape, dtype: Any) -> Any:
+    """Frames of these shapes for `jax.eval_shape`."""
+    if not isinstance(sample_shape, Mapping):
+        return jax.ShapeDtypeStruct((frame, batch, *sample_shape), np.dtype(dtype))
+    return {
+        one.name: jax.ShapeDtypeStruct((frame, batch, *one.shape), one.dtype)
+        for one in inputs_of(sample_shape, dtype)
+    }
 
 
 def repeated(name: str, one: Tree, *, what: str = "initial_carry") -> Callable[[int], Tree]:
