@@ -31,21 +31,30 @@ FAMILIES = [family for environment in ENVIRONMENTS for family in environment.fam
 @click.option("--write", is_flag=True, help=f"Put the table into {PAGE.relative_to(ROOT)}.")
 def main(only: tuple[str, ...], write: bool) -> None:
     """Serve models of packages from PyPI, and compare them with the packages' own calls."""
-    console, families, kept = Console(), [], KEPT / "results.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
+    console, families, known = Console(), [], {}
     for environment in ENVIRONMENTS:
         for family in environment.families:
             if only and family not in only:
                 continue
             console.print(f"{family}: in .compat/{environment.name}", highlight=False)
             families.append(run(environment, family))
-            known[family] = families[-1]
-            kept.write_text(json.dumps(known, indent=1))  # what is done is not lost by stopping
+            known = remember(families[-1])
+    if not console.is_terminal:
+        console.width = 160  # of a log, which has no width of its own
     console.print(report.table(families))
     if write:
         report.write(PAGE, [known[name] for name in FAMILIES if name in known])
     verdicts = [one["verdict"] for family in families for one in family["results"]]
     sys.exit(1 if "differs" in verdicts else 0)
+
+
+def remember(family: dict[str, Any]) -> dict[str, Any]:
+    """Keep a family's results beside those of the others, and return all of them."""
+    kept = KEPT / "results.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    known[family["family"]] = family
+    kept.write_text(json.dumps(known, indent=1))
+    return dict(known)
 
 
 def run(environment: Environment, family: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Nothing is handed in or out: `update` writes to `State` objects. `treefy_split` takes them out as a
 tree and `treefy_merge` makes a module of them again, so a function with a carry can be written. The
 carry is made of bare arrays, since a `TreefyState` remembers whether it has been written, which
-makes it another type of tree after the first step.
+makes it another type of tree after the first step. It starts as the states of a batch of one, made
+beforehand: brainstate refuses to make states inside of JAX's own transformations.
 """
 
 from typing import Any
@@ -23,16 +24,16 @@ PACKAGE = "brainstate"
 def network(make: Any) -> Case:
     """A module, against `brainstate.transform.for_loop` over the whole stream."""
 
-    def made(batch: int) -> Any:
+    def made() -> Any:
         brainstate.random.seed(0)
         net = make()
-        brainstate.nn.init_all_states(net, batch)
+        brainstate.nn.init_all_states(net, 1)
         return net
 
     def parts(net: Any) -> tuple[Any, Any, Any]:
         return treefy_split(net, ParamState, ...)
 
-    graph, weights, held = parts(made(1))
+    graph, weights, held = parts(made())
     as_tree = jax.tree.structure(held)
 
     def step(weights: Any, state: Any, frames: jax.Array) -> Any:
@@ -43,13 +44,13 @@ def network(make: Any) -> Case:
 
         return jax.lax.scan(one, state, frames)
 
-    def start(batch: int) -> Any:
-        return jax.tree.leaves(parts(made(batch))[2])
-
     def whole(stream: jax.Array) -> Any:
-        return brainstate.transform.for_loop(made(1), stream[:, None])[:, 0]
+        net = treefy_merge(graph, weights, held)
+        return brainstate.transform.for_loop(net, stream[:, None])[:, 0]
 
-    model = models.carry(step, start, weights, frame=5, sample_shape=(6,), name="brainstate")
+    model = models.carry(
+        step, jax.tree.leaves(held), weights, frame=5, sample_shape=(6,), name="brainstate"
+    )
     return Case(model, whole, "carry")
 
 
