@@ -291,7 +291,8 @@ def check(
     """Say whether a model can be served, and how it would be.
 
     MODEL is MODULE:ATTRIBUTE, a callable without arguments that returns a StreamModel, or
-    nir:FILE, a graph of the Neuromorphic Intermediate Representation. Prints its inputs, outputs
+    nir:FILE, a graph of the Neuromorphic Intermediate Representation, or sparx:RUN, the directory
+    of a run that sparx trained. Prints its inputs, outputs
     and state, each row count with its milliseconds, and which of them agree bit for bit. The
     exit status is 0 for yes.
     """
