@@ -292,9 +292,8 @@ def check(
 
     MODEL is MODULE:ATTRIBUTE, a callable without arguments that returns a StreamModel, or
     nir:FILE, a graph of the Neuromorphic Intermediate Representation, or sparx:RUN, the directory
-    of a run that sparx trained. Prints its inputs, outputs
-    and state, each row count with its milliseconds, and which of them agree bit for bit. The
-    exit status is 0 for yes.
+    of a run that sparx trained. Prints its inputs, outputs and state, each row count with its
+    milliseconds, and which of them agree bit for bit. The exit status is 0 for yes.
     """
     from slotstream_worker.checking import report
     from slotstream_worker.engine.errors import CannotStream
