@@ -10,7 +10,8 @@ next checkpoint (`residents`), so that no replay mixes versions and nothing stal
 
 from slotstream_worker.weights.errors import BadWeights, Incomplete, InUse, WeightsError
 from slotstream_worker.weights.manifest import Manifest
-from slotstream_worker.weights.publish import Piece, publish, publish_file
+from slotstream_worker.weights.pieces import Piece
+from slotstream_worker.weights.publish import publish, publish_file
 
 __all__ = [
     "BadWeights",

@@ -30,8 +30,7 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """It, as an index of the array."""
         return tuple(
-            slice(start, start + size)
-            for start, size in zip(self.offset, self.extent, strict=True)
+            slice(start, start + size) for start, size in zip(self.offset, self.extent, strict=True)
         )
 
     def within(self, shape: Sequence[int]) -> bool:
@@ -46,9 +45,7 @@ class Box:
         starts = tuple(map(max, zip(self.offset, other.offset, strict=True)))
         ends = [
             min(a + n, b + m)
-            for a, n, b, m in zip(
-                self.offset, self.extent, other.offset, other.extent, strict=True
-            )
+            for a, n, b, m in zip(self.offset, self.extent, other.offset, other.extent, strict=True)
         ]
         extent = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, extent) if all(n > 0 for n in extent) else None
@@ -61,8 +58,7 @@ class Box:
 
     def __str__(self) -> str:
         parts = ", ".join(
-            f"{start}:{start + size}"
-            for start, size in zip(self.offset, self.extent, strict=True)
+            f"{start}:{start + size}" for start, size in zip(self.offset, self.extent, strict=True)
         )
         return f"[{parts}]"
 
@@ -90,8 +86,7 @@ def flaw(shape: Sequence[int], boxes: Sequence[Box]) -> str:
         return "a single number has one shard"
     found, whole = sum(box.volume for box in held), prod(shape)
     if found != whole:
-        return (
-            f"its shards hold {found:,} of {whole:,} elements"
-            + (f"; there are {', '.join(map(str, held[:4]))}" if held else "; there is none")
+        return f"its shards hold {found:,} of {whole:,} elements" + (
+            f"; there are {', '.join(map(str, held[:4]))}" if held else "; there is none"
         )
     return ""

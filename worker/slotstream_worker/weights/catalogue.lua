@@ -74,7 +74,7 @@ function act.ready()
   return {'ok', ''}
 end
 
--- reason, who: nobody serves it, so nobody is to
+-- reason, who, and the workers that must all have refused it: nobody serves it, so nobody is to
 function act.refuse()
   local found = status()
   if found == 'refused' then return {'ok', ''} end
@@ -83,6 +83,10 @@ function act.refuse()
     if said == 'applied' then return {'served', ''} end
   end
   if found == '' then return {'gone', ''} end
+  for k = 5, #ARGV do
+    local said = redis.call('HGET', entry .. ':workers', ARGV[k]) or ''
+    if string.sub(said, 1, 7) ~= 'refused' then return {'wait', ARGV[k]} end
+  end
   redis.call('HSET', entry, 'status', 'refused', 'reason', ARGV[3])
   if redis.call('HGET', state, 'candidate') == version then
     redis.call('HDEL', state, 'candidate')

@@ -20,13 +20,9 @@ from importlib.resources import files
 from typing import Any
 
 from slotstream.link import Link
-from slotstream.names import Keys, config_key
-from slotstream_worker.weights.errors import BadWeights, InUse, WeightsError
+from slotstream_worker.weights.errors import BadWeights
 from slotstream_worker.weights.manifest import Manifest, Options, Tensor, decode_part, encode_part
-from slotstream_worker.weights.names import catalogue_prefix, check_version, chunk_key
-
-ROWS_A_LOOK = 512
-CHUNKS_A_DELETE = 16
+from slotstream_worker.weights.names import catalogue_prefix, check_version
 
 
 @cache
@@ -88,7 +84,7 @@ class Catalogue:
         """One version; None where there is none of that name."""
         fields = ("status", "bytes", "reason", "fingerprint", "created", "ready", "ranks",
                   "on_weights")  # fmt: skip
-        raw = self.link.call("HMGET", self._key(version), *fields)
+        raw = self.link.call("HMGET", self.key(version), *fields)
         status, nbytes, reason, fingerprint, created, ready, ranks, policy = (
             (v or b"").decode() for v in raw
         )
@@ -98,22 +94,24 @@ class Catalogue:
                      int(ready or 0), int(ranks or 1), policy or "keep")  # fmt: skip
 
     def manifest(self, version: str) -> Manifest | None:
-        """A version's manifest; None where it is not ready. Raises `BadWeights` for a broken one."""
-        status, raw = self.link.call("HMGET", self._key(version), "status", "manifest")
+        """A version's manifest; None where it is not ready. Raises `BadWeights`."""
+        status, raw = self.link.call("HMGET", self.key(version), "status", "manifest")
         return Manifest.decode(raw) if raw and status == b"ready" else None
 
     def leases(self, version: str) -> list[str]:
         """Who holds a lease on a version, those that have run out among them."""
-        return [raw.decode() for raw in self.link.call("ZRANGE", self._key(version, "leases"), 0, -1)]
+        return [
+            raw.decode() for raw in self.link.call("ZRANGE", self.key(version, "leases"), 0, -1)
+        ]
 
     def said(self, version: str) -> dict[str, str]:
         """What each worker has come to with a version: `verified`, `applied`, `refused: ...`."""
-        flat = iter(self.link.call("HGETALL", self._key(version, "workers")))
+        flat = iter(self.link.call("HGETALL", self.key(version, "workers")))
         return {k.decode(): v.decode() for k, v in zip(flat, flat, strict=True)}
 
     def canary(self, version: str) -> bytes | None:
         """The recorded frames stored beside a version."""
-        raw: bytes | None = self.link.call("GET", self._key(version, "canary"))
+        raw: bytes | None = self.link.call("GET", self.key(version, "canary"))
         return raw
 
     # Publishing
@@ -127,7 +125,7 @@ class Catalogue:
         Raises:
             BadWeights: the version exists already, or another rank says otherwise.
         """
-        outcome, detail = self._do(
+        outcome, detail = self.do(
             "begin", check_version(version), ranks, rank, json.dumps(options.__dict__), nonce,
             json.dumps(list(chunks)),
         )  # fmt: skip
@@ -144,11 +142,11 @@ class Catalogue:
 
     def write_canary(self, version: str, raw: bytes) -> None:
         """Store recorded frames beside a version that is being published."""
-        self.link.call("SET", self._key(version, "canary"), raw)
+        self.link.call("SET", self.key(version, "canary"), raw)
 
     def register(self, version: str, rank: int, tensors: Sequence[Tensor]) -> None:
         """Say that all of a rank's bytes are there."""
-        outcome, detail = self._do("register", version, rank, encode_part(tensors))
+        outcome, detail = self.do("register", version, rank, encode_part(tensors))
         if outcome != "ok":
             raise BadWeights(
                 f"version {version} has become {detail or 'nothing'} while rank {rank} wrote its "
@@ -157,12 +155,12 @@ class Catalogue:
 
     def parts(self, version: str) -> dict[int, tuple[Tensor, ...]]:
         """The parts of the ranks that are done."""
-        flat = iter(self.link.call("HGETALL", self._key(version, "parts")))
+        flat = iter(self.link.call("HGETALL", self.key(version, "parts")))
         return {int(k): decode_part(v) for k, v in zip(flat, flat, strict=True)}
 
     def ready(self, manifest: Manifest) -> None:
         """Make a version known, and current (or, at once, a candidate), in one step."""
-        outcome, detail = self._do(
+        outcome, detail = self.do(
             "ready", manifest.version, manifest.encode(), manifest.nbytes, manifest.fingerprint,
             manifest.content, manifest.options.on_weights, int(manifest.options.at_once),
         )  # fmt: skip
@@ -173,27 +171,28 @@ class Catalogue:
 
     def lease(self, version: str, holder: str, ttl_s: float) -> str:
         """Hold a version for `ttl_s`; `ok`, or what it is instead (`gone`, `refused`, ...)."""
-        outcome, detail = self._do("lease", version, holder, int(1000 * ttl_s))
-        return outcome if not detail else f"{outcome}: {detail}"
+        outcome, detail = self.do("lease", version, holder, int(1000 * ttl_s))
+        return f"{outcome}: {detail}" if detail else outcome
 
     def unlease(self, version: str, holder: str) -> None:
         """Hold it no longer."""
-        self._do("unlease", version, holder)
+        self.do("unlease", version, holder)
 
-    def refuse(self, version: str, worker: str, reason: str) -> bool:
+    def refuse(self, version: str, worker: str, reason: str, alive: Iterable[str] = ()) -> bool:
         """Say that a version is wrong; whether it is now refused for everybody.
 
-        It is not where another worker serves it: then something is wrong with this one.
+        It is not where another worker serves it, and where `alive` is given, not before all of
+        those have refused it: then something may be wrong with this worker, or its way.
         """
-        return self._do("refuse", version, reason[:2000], worker)[0] != "served"
+        return self.do("refuse", version, reason[:2000], worker, *alive)[0] == "ok"
 
     def report(self, version: str, worker: str, what: str, alive: Iterable[str]) -> bool:
         """Say how far a worker is with a version; whether it may be applied."""
-        return self._do("report", version, worker, what, *alive)[0] == "go"
+        return self.do("report", version, worker, what, *alive)[0] == "go"
 
     def seeds(self, version: str, worker: str, ttl_s: float) -> bool:
         """Whether this worker is the one that reads a version from its source, for `ttl_s`."""
-        key = self._key(version, "seed")
+        key = self.key(version, "seed")
         taken = self.link.call("SET", key, worker, "PX", int(1000 * ttl_s), "NX")
         return taken is not None or self.link.call("GET", key) == worker.encode()
 
@@ -224,7 +223,7 @@ class Catalogue:
     def point(self, version: str, on_weights: str = "keep") -> None:
         """Make a version current ('' for what the workers were started with)."""
         Options(on_weights)
-        if self._do("point", version, on_weights)[0] != "ok":
+        if self.do("point", version, on_weights)[0] != "ok":
             entry = self.entry(version)
             known = ", ".join(e.version for e in self.entries() if e.status == "ready") or "none"
             why = f"is {entry.status} ({entry.reason})" if entry else "does not exist"
@@ -234,90 +233,20 @@ class Catalogue:
         """The version that was current before the present one, and still can be."""
         raw = self.link.call("LRANGE", self.prefix + "history", 0, -1)
         now = self.state().current
-        for name in reversed([value.decode() for value in raw]):
+        names: list[str] = [value.decode() for value in raw]
+        for name in reversed(names):
             if name != now:
                 entry = self.entry(name) if name else None
                 if not name or (entry and entry.status == "ready"):
                     return name
         return ""
 
-    def delete(self, version: str, *, force: bool = False) -> None:
-        """Delete a version that nobody needs.
-
-        Raises:
-            InUse: it is current, leased, or named by a session's row; `force` minds only the first.
-            WeightsError: there is no such version.
-        """
-        outcome, detail = self._do("delete", version, "force" if force else "")
-        if outcome == "gone":
-            raise WeightsError(f"there is no version {version}")
-        if outcome == "current":
-            raise InUse(f"version {version} is the current one; roll back to another first")
-        if outcome == "leased":
-            raise InUse(f"version {version} is held by {detail}; wait, or say --force")
-        if not force and (named := self.named_by(version)):
-            self._do("undelete", version)
-            raise InUse(
-                f"version {version} is named by {len(named)} sessions ({', '.join(named[:3])}), "
-                "whose replay needs it; they move on at their next checkpoint"
-            )
-        flat = self.link.call("HGETALL", self._key(version, "written"))
-        keys = [
-            chunk_key(self.app, prefix, k)
-            for raw in flat[1::2]
-            for prefix, count in json.loads(raw)
-            for k in range(count)
-        ]
-        for start in range(0, len(keys), CHUNKS_A_DELETE):
-            # UNLINK: a delete of many MiB would hold Redis.
-            self.link.calls([("UNLINK", key) for key in keys[start : start + CHUNKS_A_DELETE]])
-        self._do("forget", version)
-
-    def prune(self, keep: int, *, stale_s: float = 3600.0) -> list[str]:
-        """Delete all but the newest `keep` versions, and publications that came to nothing.
-
-        What is current, leased, or named by a session's row stays.
-        """
-        entries = self.entries()
-        settled = [e.version for e in entries if e.status == "ready"]
-        seconds, _ = self.link.call("TIME", key=self.prefix + "state")
-        now_ms = 1000 * int(seconds)
-        old = {*(settled[:-keep] if keep else settled)}
-        gone = []
-        for entry in entries:
-            stale = entry.status != "ready" and now_ms - entry.created_ms > 1000 * stale_s
-            if entry.version in old or stale or entry.status == "deleting":
-                try:
-                    self.delete(entry.version)
-                    gone.append(entry.version)
-                except WeightsError:
-                    continue
-        return gone
-
-    def named_by(self, version: str) -> list[str]:
-        """Sessions whose rows name a version, those set aside among them."""
-        raw = self.link.call("HGET", config_key(self.app), "partitions")
-        found = []
-        for keys in (Keys(self.app, p) for p in range(int(raw or 1))):
-            for members, kind in ((keys.sessions, "slot"), (keys.aside, "aside")):
-                names = sorted(self.link.call("SMEMBERS", members))
-                for start in range(0, len(names), ROWS_A_LOOK):
-                    part = names[start : start + ROWS_A_LOOK]
-                    answers = self.link.calls(
-                        [("HGET", f"{keys.prefix}{kind}:{n.decode()}", "weights") for n in part]
-                    )
-                    found += [
-                        n.decode()
-                        for n, answer in zip(part, answers, strict=True)
-                        if answer == version.encode()
-                    ]
-        return found
-
-    def _key(self, version: str, part: str = "") -> str:
+    def key(self, version: str, part: str = "") -> str:
+        """Key of a version, or of one of its parts."""
         return f"{self.prefix}v:{version}" + (f":{part}" if part else "")
 
-    def _do(self, what: str, version: str, *args: Any) -> tuple[str, str]:
-        outcome, detail = self.link.call(
-            "EVAL", _script(), 1, self.prefix + "state", what, version, *args
-        )
-        return outcome.decode(), detail.decode()
+    def do(self, what: str, version: str, *args: Any) -> tuple[str, str]:
+        """Run the catalogue's script; its outcome and what more there is to say."""
+        answer = self.link.call("EVAL", _script(), 1, self.prefix + "state", what, version, *args)
+        outcome, detail = (str(raw.decode()) for raw in answer)
+        return outcome, detail

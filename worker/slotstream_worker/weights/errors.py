@@ -20,7 +20,9 @@ class Incomplete(WeightsError):
 class Refused(WeightsError):
     """A worker does not take a version: it is wrong, and would be for every worker like this one.
 
-    `phase` is the state it was to reach: `planned`, `staging`, `verified`.
+    `phase`: `planned` or `verified` where the version itself is wrong; `staging` or `digest` where
+    its bytes did not come, or not right, which may be this worker's or the way's fault; `lease`
+    where it is not there.
     """
 
     def __init__(self, phase: str, message: str) -> None:

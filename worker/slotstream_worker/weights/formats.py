@@ -2,7 +2,7 @@
 
     found = read_weights(Path("model.safetensors"))
     found.arrays["params/Dense_0/kernel"]           # mapped from the file, not read yet
-    found.places["params/Dense_0/kernel"]           # (file, offset), where a range of it is the tensor
+    found.places["params/Dense_0/kernel"]           # (file, offset), where it lies as it is
 
 Nothing here needs a device.
 """
@@ -23,7 +23,7 @@ from slotstream_worker.weights.errors import BadWeights
 from slotstream_worker.weights.names import flatten
 
 FORMATS = ("safetensors", "orbax", "msgpack")
-_DTYPES = {
+DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
     "F32": "float32", "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -88,7 +88,12 @@ def _read_safetensors(
             header = json.loads(file.read(length))
             entries = {k: v for k, v in header.items() if k != "__metadata__"}
             parsed = [
-                (name, _DTYPES[e["dtype"]], tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
+                (
+                    name,
+                    DTYPES[e["dtype"]],
+                    tuple(map(int, e["shape"])),
+                    *map(int, e["data_offsets"]),
+                )
                 for name, e in entries.items()
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:

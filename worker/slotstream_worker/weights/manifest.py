@@ -80,9 +80,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.on_weights not in POLICIES:
-            raise BadWeights(
-                f"on_weights is one of {', '.join(POLICIES)}, got {self.on_weights!r}"
-            )
+            raise BadWeights(f"on_weights is one of {', '.join(POLICIES)}, got {self.on_weights!r}")
 
 
 @dataclass(frozen=True)

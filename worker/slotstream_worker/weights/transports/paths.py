@@ -1,4 +1,4 @@
-"""Files on a path that publisher and workers share: ranges of them, as safetensors lays them out."""
+"""Files on a path that publisher and workers share: ranges of them, as safetensors has them."""
 
 from __future__ import annotations
 

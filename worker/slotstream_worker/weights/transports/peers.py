@@ -1,7 +1,8 @@
 """Process to process: a worker that holds a version serves its shards to others.
 
-A request is a length (4 bytes, big-endian) and a msgpack map `token`, `version`, `tensor`, `offset`,
-`extent`; the answer a length (8 bytes) and so many bytes, or the length 2^64 - 1 for "ask another".
+A request is a length (4 bytes, big-endian) and a msgpack map `token`, `version`, `tensor`,
+`offset`, `extent`; the answer a length (8 bytes) and so many bytes, or the length 2^64 - 1 for "ask
+another".
 Only who can read the app's catalogue knows a worker's token, and what comes is compared with the
 manifest's digest like anything else.
 """
@@ -133,6 +134,7 @@ class PeerServer:
             allow_reuse_address, daemon_threads = True, True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
+                del request
                 log.debug("serving weights to %s failed", client_address, exc_info=True)
 
         self._server = Server((self.host, self._port), Handler)
