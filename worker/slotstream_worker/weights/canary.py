@@ -6,7 +6,8 @@ An .npz of
     bound             a number: the largest difference from what is expected; without expectations,
                       the largest magnitude an output may have
 
-Outputs that are not finite are refused in any case, but where such are expected.
+Outputs that are not finite are refused in any case, but where such are expected; and so is a state
+that holds NaN, which a threshold may hide from the outputs.
 """
 
 from __future__ import annotations
@@ -88,13 +89,19 @@ class Canary:
             plan = pool.plan(["canary"], rows=rows)
             launched = engine.launcher.launch(pool, plan, block, variables)
             ran.append({name: array[0] for name, array in launched.wait().items()})
+            for leaf, rows_of in zip(spec.leaves, launched.rows, strict=True):
+                if np.isnan(_values(np.asarray(rows_of)[0])).any():
+                    raise Refused(
+                        "verified",
+                        f"after the canary's frame {len(ran) - 1} the state {leaf.path} holds NaN",
+                    )
             pool.commit([(plan, launched.rows)])
         return ran
 
     def _judge(self, k: int, name: str, found: Array) -> None:
         wanted = self.expected.get(name)
         if wanted is None:
-            values = found.astype(_wide(found))
+            values = _values(found)
             if not np.isfinite(values).all():
                 raise Refused(
                     "verified", f"the canary's frame {k} gives {name} with NaN or an infinity"
@@ -109,7 +116,7 @@ class Canary:
                     )
             return
         wanted = wanted[k]
-        a, b = found.astype(_wide(found)), wanted.astype(_wide(found))
+        a, b = _values(found), _values(wanted)
         both = (a == b) | (np.isnan(a) & np.isnan(b))
         with np.errstate(invalid="ignore"):
             off = np.where(both, 0.0, np.abs(a - b))
@@ -122,5 +129,7 @@ class Canary:
             )
 
 
-def _wide(array: Array) -> Any:
-    return np.complex128 if array.dtype.kind == "c" else np.float64
+def _values(array: Array) -> Array:
+    """As numbers that NumPy can tell NaN among, whatever the dtype was."""
+    wide: Array = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    return wide

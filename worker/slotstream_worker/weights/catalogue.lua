@@ -131,12 +131,14 @@ function act.point()
   return {'ok', ''}
 end
 
--- worker, 'verified' or 'applied', then the workers that are alive. 'go' once all have verified.
+-- worker, 'verified' or 'applied', then the workers that are alive: once all of those have verified
+-- a candidate it becomes current. Without any it is only noted.
 function act.report()
   redis.call('HSET', entry .. ':workers', ARGV[3], ARGV[4])
   if redis.call('HGET', state, 'candidate') ~= version then
     return {current() == version and 'go' or 'wait', ''}
   end
+  if #ARGV < 5 then return {'wait', ''} end
   for k = 5, #ARGV do
     local said = redis.call('HGET', entry .. ':workers', ARGV[k]) or ''
     if said ~= 'verified' and said ~= 'applied' then return {'wait', ARGV[k]} end

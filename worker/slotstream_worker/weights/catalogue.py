@@ -53,6 +53,7 @@ class Entry:
     reason: str = ""
     fingerprint: str = ""
     created_ms: int = 0
+    touched_ms: int = 0
     ready_ms: int = 0
     ranks: int = 1
     on_weights: str = "keep"
@@ -82,16 +83,17 @@ class Catalogue:
 
     def entry(self, version: str) -> Entry | None:
         """One version; None where there is none of that name."""
-        fields = ("status", "bytes", "reason", "fingerprint", "created", "ready", "ranks",
+        fields = ("status", "bytes", "reason", "fingerprint", "created", "touched", "ready", "ranks",
                   "on_weights")  # fmt: skip
         raw = self.link.call("HMGET", self.key(version), *fields)
-        status, nbytes, reason, fingerprint, created, ready, ranks, policy = (
+        status, nbytes, reason, fingerprint, created, touched, ready, ranks, policy = (
             (v or b"").decode() for v in raw
         )
         if not status:
             return None
-        return Entry(version, status, int(nbytes or 0), reason, fingerprint, int(created or 0),
-                     int(ready or 0), int(ranks or 1), policy or "keep")  # fmt: skip
+        times = (int(created or 0), int(touched or 0), int(ready or 0))
+        return Entry(version, status, int(nbytes or 0), reason, fingerprint, *times,
+                     int(ranks or 1), policy or "keep")  # fmt: skip
 
     def manifest(self, version: str) -> Manifest | None:
         """A version's manifest; None where it is not ready. Raises `BadWeights`."""

@@ -137,7 +137,8 @@ class Fetcher:
         while True:
             peers, others = self._peers(manifest.version)
             if peers:
-                return [Peers(manifest.version, peers), Paths(), chunks]
+                find = partial(self._peers_of, manifest.version)
+                return [Peers(manifest.version, find), Paths(), chunks]
             if not (others and self.serves) or time.monotonic() > deadline:
                 return [Paths(), chunks]
             if self.catalogue.seeds(manifest.version, self.config.worker, SEED_TTL_S):
@@ -158,6 +159,9 @@ class Fetcher:
                 found.append(Peer(worker, host, int(port), report["token"]))
         random.shuffle(found)
         return found, others
+
+    def _peers_of(self, version: str) -> list[Peer]:
+        return self._peers(version)[0]
 
     def _beat(self) -> None:
         """Now and then while bytes come: the leases last, and a stop is heeded."""

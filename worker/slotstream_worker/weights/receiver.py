@@ -171,7 +171,7 @@ class Receiver:
         self._aim(state)
         self._answer_wanted(state)
         if state.candidate and self.holdings.has(state.candidate):
-            alive = self.catalogue.reports()
+            alive = {self.config.worker, *self.catalogue.reports()}
             self.catalogue.report(state.candidate, self.config.worker, "verified", alive)
         self.looks += 1
         self._report()
@@ -228,6 +228,7 @@ class Receiver:
         self.holdings.add(version, held)
         self._arrived.append((version, held.variables))
         self.catalogue.report(version, self.config.worker, "verified", ())
+        self._report(force=True)  # others may read it from here now
         log.info("weights %s are verified: %s", version, json.dumps(update.seen()["seconds"]))
 
     def _refused(self, update: Update, error: Exception) -> None:

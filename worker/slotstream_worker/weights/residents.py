@@ -7,12 +7,15 @@ each entry with the version that answered it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slotstream_worker.engine.engine import Engine, Weights
 from slotstream_worker.hosted import Hosted
+
+log = logging.getLogger(__name__)
 
 
 class Residents:
@@ -109,6 +112,7 @@ class Residents:
                 continue
             if hosted.unsettled:
                 hosted.held = f"entries of it are to be run again with weights {version}: {reason}"
+                log.error("session %s is left as it is: %s", hosted.session, hosted.held)
             else:
                 self._change(hosted)
 

@@ -53,12 +53,12 @@ def prune(catalogue: Catalogue, keep: int, *, stale_s: float = 3600.0) -> list[s
     """
     entries = catalogue.entries()
     settled = [e.version for e in entries if e.status == "ready"]
-    seconds, _ = catalogue.link.call("TIME", key=catalogue.prefix + "state")
-    now_ms = 1000 * int(seconds)
+    seconds, micros = catalogue.link.call("TIME", key=catalogue.prefix + "state")
+    now_ms = 1000 * int(seconds) + int(micros) // 1000
     old = {*(settled[:-keep] if keep else settled)}
     gone = []
     for entry in entries:
-        stale = entry.status != "ready" and now_ms - entry.created_ms > 1000 * stale_s
+        stale = entry.status != "ready" and now_ms - entry.touched_ms >= 1000 * stale_s
         if entry.version in old or stale or entry.status == "deleting":
             try:
                 delete(catalogue, entry.version)

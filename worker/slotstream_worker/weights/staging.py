@@ -110,7 +110,8 @@ class Staging:
         """Bytes to receive a shard in: the leaf's own, or some that are copied from later."""
         if step.direct:
             copy = step.copies[0]
-            part = self._buffers[copy.leaf, copy.box][copy.target]
+            # With the ellipsis an array without axes gives itself, and not a copy of its number.
+            part = self._buffers[copy.leaf, copy.box][(..., *copy.target)]
             return part.reshape(-1).view(np.uint8)
         return np.empty(step.nbytes, np.uint8)
 

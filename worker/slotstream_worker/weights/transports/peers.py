@@ -1,8 +1,8 @@
 """Process to process: a worker that holds a version serves its shards to others.
 
 A request is a length (4 bytes, big-endian) and a msgpack map `token`, `version`, `tensor`,
-`offset`, `extent`; the answer a length (8 bytes) and so many bytes, or the length 2^64 - 1 for "ask
-another".
+`offset`, `extent`; the answer a length (8 bytes) and so many bytes, or the length 2^64 - 1 for "not
+here" or 2^64 - 2 for "not now".
 Only who can read the app's catalogue knows a worker's token, and what comes is compared with the
 manifest's digest like anything else.
 """
@@ -15,6 +15,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ from slotstream_worker.weights.transports.base import Tick
 log = logging.getLogger(__name__)
 
 AT_A_TIME = 2
-"""Transfers a worker serves at a time; who comes then asks another, or the source."""
+"""Transfers a worker serves at a time; who comes then asks another, or waits."""
 _TIMEOUT_S = 10.0
 _PIECE_BYTES = 2**20
-_NONE = 2**64 - 1
+_NONE, _BUSY = 2**64 - 1, 2**64 - 2
+_BUSY_WAIT_S, _LONGEST_WAIT_S = 0.05, 60.0
 _LONGEST_REQUEST = 64 * 1024
 
 Provide = Callable[[str, str, Box], memoryview | None]
@@ -52,8 +54,11 @@ class Peers:
 
     kind, artifact = "peer", "shard"
 
-    def __init__(self, version: str, peers: Sequence[Peer]) -> None:
-        self._version, self._peers = version, list(peers)
+    def __init__(self, version: str, find: Callable[[], Sequence[Peer]]) -> None:
+        self._version, self._find = version, find
+        self._peers = list(find())
+        self._failed: set[str] = set()
+        self._waits_until = time.monotonic() + _LONGEST_WAIT_S
         self._socket: socket.socket | None = None
 
     def has(self, tensor: Tensor, shard: Shard) -> bool:  # noqa: ARG002 (they hold all of it)
@@ -69,10 +74,19 @@ class Peers:
                     return
                 reason = f"{self._peers[0].worker} does not serve it"
                 break  # as published it is nowhere: cast on the way in, or gone since
+            except Busy:
+                reason = "all who hold it serve others"
+                self.close()
+                if time.monotonic() > self._waits_until:
+                    break
+                tick()
+                time.sleep(_BUSY_WAIT_S)
+                # Who was served meanwhile may serve too.
+                self._peers = [p for p in self._find() if p.worker not in self._failed]
             except OSError as error:
                 reason = f"{self._peers[0].worker}: {error}"
-            self.close()
-            self._peers.pop(0)
+                self.close()
+                self._failed.add(self._peers.pop(0).worker)
         raise ShardGone(f"{tensor.name}{shard.box}: {reason}")
 
     def _read(self, tensor: Tensor, shard: Shard, into: memoryview, tick: Tick) -> bool:
@@ -87,6 +101,8 @@ class Peers:
         head = bytearray(8)
         _fill(self._socket, memoryview(head), lambda: None)
         (length,) = struct.unpack(">Q", head)
+        if length == _BUSY:
+            raise Busy("it serves others")
         if length == _NONE:
             return False
         if length != len(into):
@@ -151,7 +167,10 @@ class PeerServer:
         """Answer one connection's requests until it ends; a stranger's is cut."""
         connection.settimeout(_TIMEOUT_S)
         if not self._places.acquire(blocking=False):
-            return  # cut: the other asks another
+            # After the request: an answer to one that was not read may be lost with it.
+            connection.recv(_LONGEST_REQUEST)
+            connection.sendall(struct.pack(">Q", _BUSY))
+            return
         try:
             while self._answer(connection):
                 pass
@@ -182,6 +201,10 @@ class PeerServer:
             connection.sendall(data[at : at + _PIECE_BYTES])
         self.served_bytes += len(data) if data else 0
         return True
+
+
+class Busy(OSError):
+    """The worker serves as many as it does at a time."""
 
 
 class Cut(OSError):
