@@ -78,7 +78,8 @@ rng = np.random.default_rng(0)
 values = {"both": rng.normal(size=(8, 6)).astype("f4"), "one": rng.normal(size=(12,)).astype("f4"),
           "all": rng.normal(size=(5, 3)).astype("f4")}
 specs = {"both": P("a", "b"), "one": P("b"), "all": P()}
-like = {k: jax.device_put(np.zeros_like(v), NamedSharding(mesh, specs[k])) for k, v in values.items()}
+placed = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+like = {k: jax.device_put(np.zeros_like(v), placed[k]) for k, v in values.items()}
 layout = Layout.of(like)
 assert {leaf.name: len(leaf.boxes) for leaf in layout.leaves} == {"all": 1, "both": 8, "one": 2}
 data, tensors = {}, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def mixed(seed: int = 0) -> Tree:
 def cuts(size: int, parts: int) -> list[tuple[int, int]]:
     """`size` cut into `parts` runs, not all equal; some may be empty."""
     edges = [round(size * (k / parts) ** 1.3) for k in range(parts + 1)]
-    return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b - a) for a, b in pairwise(edges)]
 
 
 def rows(array: Array, rank: int, ranks: int) -> list[Piece]:

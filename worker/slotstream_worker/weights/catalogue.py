@@ -83,8 +83,8 @@ class Catalogue:
 
     def entry(self, version: str) -> Entry | None:
         """One version; None where there is none of that name."""
-        fields = ("status", "bytes", "reason", "fingerprint", "created", "touched", "ready", "ranks",
-                  "on_weights")  # fmt: skip
+        fields = ("status", "bytes", "reason", "fingerprint", "created", "touched", "ready",
+                  "ranks", "on_weights")  # fmt: skip
         raw = self.link.call("HMGET", self.key(version), *fields)
         status, nbytes, reason, fingerprint, created, touched, ready, ranks, policy = (
             (v or b"").decode() for v in raw

@@ -40,7 +40,7 @@ POLL_S = 0.15
 REPORT_S = 1.0
 REPORT_TTL_S = 6.0
 TRIES = 3
-_AGAIN_S = 1.0
+_AGAIN_S, _WAITED_S = 1.0, 3.0
 _PATIENCE_S = 1.0
 _REMEMBERED = 32
 
@@ -76,6 +76,8 @@ class Receiver:
         self._passed_over: deque[tuple[str, str]] = deque()
         self._notes: deque[tuple[str, str]] = deque()
         self._again_at: dict[str, float] = {}
+        # Refused since their bytes did not come; another worker may serve them yet.
+        self._elsewhere: set[str] = set()
         self._reported_at = 0.0
         self._failing = False
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -191,24 +193,29 @@ class Receiver:
         wanted = [v for v, needed in self._wanted.items() if needed or v == state.current]
         now = time.monotonic()
         for version in (*wanted, state.current, state.candidate):
-            if (
-                version
-                and version != self.base
-                and not self.holdings.has(version)
-                and version not in self.failed
-                and now >= self._again_at.get(version, 0.0)
-            ):
+            if not version or version == self.base or self.holdings.has(version):
+                continue
+            again = version not in self.failed or self._may_yet_come(version)
+            if again and now >= self._again_at.get(version, 0.0):
                 return version
         return ""
+
+    def _may_yet_come(self, version: str) -> bool:
+        """Whether a session cannot do without a version whose bytes did not come so far."""
+        return version in self._elsewhere and self._wanted.get(version, False)
 
     def _answer_wanted(self, state: State) -> None:
         """Say which of the versions that sessions wait for will not come."""
         for version, needed in list(self._wanted.items()):
             if version == self.base or self.holdings.has(version):
                 continue
-            if version in self.failed:
+            if version in self.failed and not self._may_yet_come(version):
                 self._passed_over.append((version, self.failed[version]))
-            elif not needed and version not in (state.current, state.candidate):
+            elif (
+                not needed
+                and version not in self.failed
+                and version not in (state.current, state.candidate)
+            ):
                 self._passed_over.append((version, "it is not the current one any more"))
 
     def _stage(self, version: str) -> None:
@@ -225,6 +232,8 @@ class Receiver:
             return
         finally:
             self.gauges.update(update)
+        self.failed.pop(version, None)
+        self._elsewhere.discard(version)
         self.holdings.add(version, held)
         self._arrived.append((version, held.variables))
         self.catalogue.report(version, self.config.worker, "verified", ())
@@ -234,6 +243,10 @@ class Receiver:
     def _refused(self, update: Update, error: Exception) -> None:
         """Try again what may have been the way here; say of the rest that it is wrong."""
         version, reason = update.version, str(error) or type(error).__name__
+        if version in self.failed:
+            self._again_at[version] = time.monotonic() + _WAITED_S
+            update.to("refused", reason)
+            return
         local = isinstance(error, MemoryError) or (
             isinstance(error, Refused) and error.phase in ("staging", "digest", "lease")
         )
@@ -245,6 +258,9 @@ class Receiver:
             return
         update.to("refused", reason)
         self.failed[version] = reason
+        if local and not lost:
+            self._elsewhere.add(version)
+            self._again_at[version] = time.monotonic() + _WAITED_S
         self.gauges.refused.inc()
         log.error("weights %s are refused: %s", version, reason)
         if lost:

@@ -111,8 +111,10 @@ class Staging:
         if step.direct:
             copy = step.copies[0]
             # With the ellipsis an array without axes gives itself, and not a copy of its number.
-            part = self._buffers[copy.leaf, copy.box][(..., *copy.target)]
-            return part.reshape(-1).view(np.uint8)
+            index: Any = (..., *copy.target)
+            part = self._buffers[copy.leaf, copy.box][index]
+            flat: np.ndarray[Any, Any] = part.reshape(-1).view(np.uint8)
+            return flat
         return np.empty(step.nbytes, np.uint8)
 
     def _fetch(
