@@ -161,7 +161,7 @@ class WeightsChaos(Chaos):
         pid = self._pick()
         self._finely(version)
         time.sleep(self.rng.uniform(0.0, 0.35))
-        self._replace(pid)
+        self._replace(pid, version)
         self._come(version)
 
     def _killed_verified(self, version: str) -> None:
@@ -170,7 +170,7 @@ class WeightsChaos(Chaos):
         log = self.workers.logs[pid]
         self._finely(version, at_once=True)
         self._wait(lambda: f"weights {version} are verified" in log.read_text())
-        self._replace(pid)
+        self._replace(pid, version)
         self._come(version)
 
     def _killed_publisher(self, version: str) -> None:
@@ -270,8 +270,15 @@ class WeightsChaos(Chaos):
         self.catalogue.point(target)
         self._come(target or self.model.weights)
 
-    def _replace(self, pid: int) -> None:
+    def _replace(self, pid: int, version: str) -> None:
         self.workers.kill(pid, signal.SIGKILL)
+        said = self.workers.logs[pid].read_text()
+        when = (
+            "before it was verified" if f"weights {version} are verified" not in said
+            else "verified, not applied" if f"weights {version} are applied" not in said
+            else "applied"
+        )  # fmt: skip
+        self.outcomes[f"killed {when}"] += 1
         self.workers.start()
 
     def _wait(self, what: Callable[[], Any]) -> None:
@@ -369,6 +376,9 @@ def show(console: Console, found: list[Found]) -> None:
                                                                    for k in o.faults})),
         *((f"versions {kind}", lambda o, k=kind: o.versions[k])
           for kind in ("applied", "refused", "never ready", "rolled back")),
+        *((f"a worker {kind}", lambda o, k=kind: o.versions[k])
+          for kind in ("killed before it was verified", "killed verified, not applied",
+                       "killed applied")),
         ("frames pushed", lambda o: f"{o.frames:,}"), ("replies", lambda o: f"{o.replies:,}"),
         ("lost", lambda o: o.lost), ("duplicated", lambda o: o.duplicated),
         ("out of order", lambda o: o.out_of_order), ("errors", lambda o: o.errors),

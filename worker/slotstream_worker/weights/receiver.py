@@ -32,7 +32,7 @@ from slotstream_worker.weights.fetch import LEASE_S, Fetcher, Stopped
 from slotstream_worker.weights.gauges import Gauges
 from slotstream_worker.weights.holdings import Holdings
 from slotstream_worker.weights.transports.peers import PeerServer
-from slotstream_worker.weights.update import Update
+from slotstream_worker.weights.update import NEXT, Update
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Receiver:
         self._elsewhere: set[str] = set()
         self._reported_at = 0.0
         self._failing = False
+        self._generation = 0
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._server: PeerServer | None = None
@@ -180,6 +181,11 @@ class Receiver:
 
     def _aim(self, state: State) -> None:
         """What is current, as far as it is here."""
+        if state.generation < self._generation and not state.current:
+            # Redis has lost the catalogue, and nobody has published since: nothing was rolled back.
+            self.synced.set()
+            return
+        self._generation = state.generation
         goal = state.current or self.base
         here = goal == self.base or self.holdings.has(goal)
         self.coming = "" if here or goal in self.failed else goal
@@ -274,7 +280,7 @@ class Receiver:
         while self._notes:
             version, what = self._notes[0]
             update = self.updates.get(version)
-            if update and what != update.state:
+            if update and what in NEXT[update.state]:
                 update.to(what)
             if what == "applied" and version != self.base:
                 self.catalogue.report(version, self.config.worker, "applied", ())

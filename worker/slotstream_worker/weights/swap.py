@@ -35,6 +35,7 @@ class Swap:
         self.residents.most = receiver.config.resident_versions
         self._looked_at = self._applied_at = 0.0
         self._changes = 0
+        self._shown: set[str] = set()
 
     def turn(self) -> None:
         """Apply what is due."""
@@ -79,7 +80,9 @@ class Swap:
         receiver.sessions = residents.sessions()
         gauges = receiver.gauges
         gauges.resident.set(len(self.host.engine.versions) - 1)
-        gauges.sessions.clear()
+        for version in self._shown - receiver.sessions.keys():
+            gauges.sessions.remove(version)
+        self._shown = set(receiver.sessions)
         for version, count in receiver.sessions.items():
             gauges.sessions.labels(version).set(count)
         gauges.changes.inc(residents.changes - self._changes)
