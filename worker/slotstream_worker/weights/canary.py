@@ -1,7 +1,8 @@
 """The canary: recorded frames that a version must answer well before it serves a session.
 
 An .npz of
-    frames            [n, frame, *sample_shape]: one stream, run from rest
+    frames            [n, frame, *sample_shape]: one stream, run from rest; of a model with several
+                      inputs frames/<name> of each instead
     <output's name>   [n, frame, ...]: what is expected of it, where that is known
     bound             a number: the largest difference from what is expected; without expectations,
                       the largest magnitude an output may have
@@ -19,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.inputs import pack
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Pool
 from slotstream_worker.weights.errors import BadWeights, Refused
 
 SCRATCH_BYTES = 64 * 2**20
 """A scratch pool up to so large has the engine's own size, so that nothing is compiled for it."""
-MOST_BYTES = 64 * 2**20
 
 Array = np.ndarray[Any, Any]
 
@@ -41,7 +42,7 @@ class Canary:
             raise BadWeights(
                 f"the canary is no .npz of arrays: {type(error).__name__}: {error}"
             ) from error
-        frames = arrays.pop("frames", None)
+        frames = _frames(arrays, model)
         if frames is None:
             raise BadWeights(
                 f"the canary's .npz has `frames`, got {', '.join(sorted(arrays)) or 'nothing'}"
@@ -87,7 +88,7 @@ class Canary:
             block = np.zeros((rows, *frame.shape), frame.dtype)
             block[0] = frame
             plan = pool.plan(["canary"], rows=rows)
-            launched = engine.launcher.launch(pool, plan, block, variables)
+            launched = engine.launcher.launch(pool, plan, block, variables=variables)
             ran.append({name: array[0] for name, array in launched.wait().items()})
             for leaf, rows_of in zip(spec.leaves, launched.rows, strict=True):
                 if np.isnan(_values(np.asarray(rows_of)[0])).any():
@@ -127,6 +128,19 @@ class Canary:
                 f"the canary's frame {k} gives {name} off by {largest:.6g} from what is expected, "
                 f"and the bound is {self.bound or 0.0:g}",
             )
+
+
+def _frames(arrays: dict[str, Array], model: StreamModel) -> Array | None:
+    """Take the frames out of the canary's arrays."""
+    if not model.inputs:
+        return arrays.pop("frames", None)
+    named = {one.name: arrays.pop(f"frames/{one.name}", None) for one in model.inputs}
+    if missing := [name for name, array in named.items() if array is None]:
+        raise BadWeights(
+            f"the canary's .npz has frames/{missing[0]}, [n, frame, ...], for the model's input of "
+            "that name, and this one has not"
+        )
+    return pack(model.inputs, named)
 
 
 def _values(array: Array) -> Array:
