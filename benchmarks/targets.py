@@ -47,5 +47,5 @@ TARGETS: dict[str, Target] = {
     "memory.redis": _most(1500.0, "B"),
     "memory.worker": _most(2000.0, "B"),
     "weights.stall.changing": _most(1.0),
-    **{f"weights.transfer.{kind}.staged": _least(0.5) for kind in ("redis", "file", "peer")},
+    **{f"weights.transfer.{kind}.moved": _least(0.5) for kind in ("redis", "file", "peer")},
 }

@@ -171,6 +171,7 @@ class Chaos:
         self.pushed: dict[str, list[np.ndarray[Any, Any]]] = {}
         self.enough = threading.Event()
         self.options: tuple[str, ...] = ()
+        self.results: dict[str, list[Reply]] = {}
 
     def run(self, faults: int, limit_s: float, say: Callable[[str, int], None]) -> Outcome:
         """Inject `faults` faults, or as many as fit into `limit_s`; then check everything."""
@@ -210,6 +211,7 @@ class Chaos:
             if producer.is_alive():
                 logs = "\n".join(log.read_text()[-800:] for log in folder.glob("*.log"))
                 raise AssertionError(f"seed {self.seed}: the streams did not end\n{logs}")
+        self.results = results
         return self._check(results, time.monotonic() - started)
 
     # Load

@@ -197,7 +197,7 @@ class WeightsChaos(Chaos):
             time.sleep(self.rng.uniform(0.0, 0.02))
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
         time.sleep(0.6)
         entry = self.catalogue.entry(version)
         assert entry, "it had begun"
