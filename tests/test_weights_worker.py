@@ -13,7 +13,7 @@ from conftest import streams_of, wait_until
 from serving_models import served
 from slotstream import Client
 from slotstream.names import Keys
-from slotstream_worker.weights import InUse, publish
+from slotstream_worker.weights import InUse, Piece, publish
 from slotstream_worker.weights.catalogue import Catalogue
 from slotstream_worker.weights.retention import delete
 from weights_kit import Oracle, variant
@@ -401,3 +401,37 @@ def test_many_idle_sessions_change_too(redis_url, client, thread_worker, model, 
         lambda: {client.redis.hget(KEYS.row(s.id), "weights") for s in sessions} == {b"v1"}, 20
     )
     assert worker.worker.host.residents.sessions() == {"v1": 150}
+
+
+@pytest.mark.timeout(400)
+def test_on_a_cluster_chunks_lie_on_every_node_and_sessions_of_all_partitions_change(
+    model, trees, oracle
+):
+    from cluster import Cluster
+    from conftest import ThreadedWorker
+
+    with Cluster() as cluster, Client(cluster.url, patience_s=20) as client:
+        worker = ThreadedWorker(cluster.url, model, partition_count=16, slots=SESSIONS).start()
+        try:
+            load = Load(cluster.url, model)
+            load.on(model.weights, 60)
+            for version in ("v1", "v2"):
+                fine = {"params": {
+                    name: {leaf: [Piece(row[None], value.shape, (k, *[0] * (value.ndim - 1)))
+                                  for k, row in enumerate(value)]
+                           for leaf, value in layer.items()}
+                    for name, layer in trees[version]["params"].items()
+                }}  # fmt: skip
+                publish(client, fine, version=version)
+                load.on(version, 60)
+            held = [len(server.call("KEYS", "*chunk*")) for server in cluster.primaries]
+            assert min(held) > 5, held
+            load.finish()
+            assert_right(load, oracle)
+            catalogue = Catalogue(client.link, "slotstream")
+            wait_until(lambda: not catalogue.leases("v1"), 20)
+            delete(catalogue, "v1")
+            left = [key for s in cluster.primaries for key in s.call("KEYS", "*chunk:v1.*")]
+            assert left == []
+        finally:
+            worker.drain()

@@ -95,7 +95,7 @@ class Receiver:
         if self.config.weights_listen:
             host, _, port = self.config.weights_listen.rpartition(":")
             token = secrets.token_hex(16)
-            self._server = PeerServer(host, int(port), token, self.holdings.provide)
+            self._server = PeerServer(host.strip("[]"), int(port), token, self.holdings.provide)
             self._server.start()
             self.fetcher.serves = True
         self._thread.start()

@@ -35,6 +35,7 @@ _PIECE_BYTES = 2**20
 _NONE, _BUSY = 2**64 - 1, 2**64 - 2
 _BUSY_WAIT_S, _LONGEST_WAIT_S = 0.05, 60.0
 _LONGEST_REQUEST = 64 * 1024
+_EVERY = ("0.0.0.0", "::")  # noqa: S104 (compared with, not bound to)
 
 Provide = Callable[[str, str, Box], memoryview | None]
 """A version's bytes of a box of a tensor, as published; None where they are not here."""
@@ -121,15 +122,17 @@ class PeerServer:
     """Serves what `provide` gives, from threads. Opened by `start`.
 
     Args:
-        host: the address to listen on; also what others are told.
+        host: the address to listen on; also what others are told, or this machine's name where it
+            is every address.
         port: 0 for any that is free.
         token: what a request must know.
         provide: where the bytes are.
     """
 
     def __init__(self, host: str, port: int, token: str, provide: Provide) -> None:
-        self.host, self.token, self.served_bytes = host, token, 0
-        self._provide, self._port = provide, port
+        self.host = socket.gethostname() if host in _EVERY else host
+        self.token, self.served_bytes = token, 0
+        self._provide, self._bind, self._port = provide, host, port
         self._places = threading.BoundedSemaphore(AT_A_TIME)
         self._server: socketserver.ThreadingTCPServer | None = None
 
@@ -148,12 +151,13 @@ class PeerServer:
 
         class Server(socketserver.ThreadingTCPServer):
             allow_reuse_address, daemon_threads = True, True
+            address_family = socket.AF_INET6 if ":" in outer._bind else socket.AF_INET
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 del request
                 log.debug("serving weights to %s failed", client_address, exc_info=True)
 
-        self._server = Server((self.host, self._port), Handler)
+        self._server = Server((self._bind, self._port), Handler)
         threading.Thread(target=self._server.serve_forever, name="peers", daemon=True).start()
 
     def stop(self) -> None:
