@@ -13,7 +13,7 @@ from conftest import streams_of, wait_until
 from serving_models import served
 from slotstream import Client
 from slotstream.names import Keys
-from slotstream_worker.weights import InUse, Piece, publish
+from slotstream_worker.weights import InUse, Piece, publish, swap
 from slotstream_worker.weights.catalogue import Catalogue
 from slotstream_worker.weights.retention import delete
 from weights_kit import Oracle, variant
@@ -134,6 +134,29 @@ def test_sessions_change_one_by_one_and_each_reply_is_its_versions_own(
     wait_until(lambda: metric(worker, "session_changes_total") == 5 * SESSIONS, 5)
     assert metric(worker, "plans_total", outcome="miss") == 1
     assert metric(worker, "plans_total", outcome="refresh") == 4
+
+
+def test_sessions_that_are_always_under_way_change_between_two_of_their_frames(
+    redis_url, client, thread_worker, model, trees, oracle, monkeypatch
+):
+    """A backlog: each session is in one of the rounds aloft, and rounds run both versions."""
+    monkeypatch.setattr(swap, "_LEAST", 2)
+    monkeypatch.setattr(swap, "_SHARE", 100)
+    worker = thread_worker(model, slots=32, max_sessions=32)
+    mixed = []
+    of = worker.worker.host.residents.of
+    worker.worker.host.residents.of = lambda sessions: (
+        mixed.append(len({h.weights for h in sessions})) or of(sessions)
+    )
+    load = Load(redis_url, model, sessions=24, rate_hz=None, most=4000)
+    for version, tree in trees.items():
+        publish(client, tree, version=version)
+        load.on(version, 60)
+    load.finish()
+    assert_right(load, oracle)
+    for name in load.sent:
+        assert load.versions(name) == [model.weights, *trees]
+    assert mixed.count(2) > 5, "rounds must have run both versions for this to mean anything"
 
 
 def test_the_row_names_what_runs_everything_after_its_cursor(
