@@ -143,7 +143,8 @@ class Engine:
             self.pool.write(dict.fromkeys(from_rest, b""))
             from_rest = ()
         try:
-            return replace(self._begin(sessions, frames, from_rest, steps), undo=undo)
+            flight = self._begin(sessions, frames, from_rest, steps, weights)
+            return replace(flight, undo=undo)
         except BaseException:
             self._undo(undo)
             raise
@@ -158,6 +159,7 @@ class Engine:
         frames: np.ndarray[Any, Any],
         from_rest: Collection[Session],
         steps: Sequence[int] | None,
+        weights: Weights,
     ) -> Flight:
         has_state = self.pool.all_have_state(sessions)
         if from_rest:

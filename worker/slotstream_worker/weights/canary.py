@@ -81,7 +81,7 @@ class Canary:
     def _run(self, engine: Engine, variables: Any) -> list[dict[str, Array]]:
         spec, slots, rows = engine.model.spec, engine.pool.slots, min(engine.row_counts)
         same = (slots + 1) * spec.row_bytes <= SCRATCH_BYTES
-        pool = Pool(spec, slots if same else rows)
+        pool = Pool(spec, slots if same else rows, engine.model.rest)
         pool.admit(["canary"])
         ran = []
         for frame in self.frames:
