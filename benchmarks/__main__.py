@@ -30,6 +30,8 @@ MEASUREMENTS = {
     "memory": "benchmarks.memory",
     "checkpoint": "benchmarks.checkpoint",
     "startup": "benchmarks.startup",
+    "stall": "benchmarks.weights",
+    "transfer": "benchmarks.weights",
 }
 """Name of each measurement, and the module that has a function of that name."""
 RESULTS = Path("bench-results")

@@ -46,4 +46,6 @@ TARGETS: dict[str, Target] = {
     "idle.cpu.10000": _most(3.0, "%"),
     "memory.redis": _most(1500.0, "B"),
     "memory.worker": _most(2000.0, "B"),
+    "weights.stall.changing": _most(1.0),
+    **{f"weights.transfer.{kind}.moved": _least(0.5) for kind in ("redis", "file", "peer")},
 }

@@ -69,9 +69,16 @@ class Seen:
 class Workers:
     """Worker processes, ended by their pids only."""
 
-    def __init__(self, url: str, folder: Path, sessions: int, partitions: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        sessions: int,
+        partitions: int,
+        options: tuple[str, ...] = (),
+    ) -> None:
         self.url, self.folder, self.sessions = url, folder, sessions
-        self.partitions = partitions
+        self.partitions, self.options = partitions, options
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.logs: dict[int, Path] = {}
 
@@ -84,6 +91,7 @@ class Workers:
             *("--partition-count", str(self.partitions)),
             *("--sweep", "1", "--checkpoint-interval", "0.5", "--rebalance"),
             *("--compile-cache", str(self.folder / "compiled"), "--max-attempts", "8"),
+            *self.options,
         ]
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
@@ -162,6 +170,8 @@ class Chaos:
         self.faults: Counter[str] = Counter()
         self.pushed: dict[str, list[np.ndarray[Any, Any]]] = {}
         self.enough = threading.Event()
+        self.options: tuple[str, ...] = ()
+        self.results: dict[str, list[Reply]] = {}
 
     def run(self, faults: int, limit_s: float, say: Callable[[str, int], None]) -> Outcome:
         """Inject `faults` faults, or as many as fit into `limit_s`; then check everything."""
@@ -173,7 +183,9 @@ class Chaos:
             else:
                 self.redis = stack.enter_context(EmbeddedRedis(append_only=True))
                 self.url = self.redis.url
-            self.workers = Workers(self.url, folder, self.sessions, 16 if self.cluster else 1)
+            self.folder = folder
+            partitions = 16 if self.cluster else 1
+            self.workers = Workers(self.url, folder, self.sessions, partitions, self.options)
             stack.callback(self.workers.stop)
             for _ in range(self.target):
                 self.workers.start()
@@ -193,11 +205,13 @@ class Chaos:
                 say(kind, number + 1)
                 time.sleep(self.rng.uniform(0.2, 1.5))
             self._resume()
+            self._settle()
             self.enough.set()
             producer.join(120)
             if producer.is_alive():
                 logs = "\n".join(log.read_text()[-800:] for log in folder.glob("*.log"))
                 raise AssertionError(f"seed {self.seed}: the streams did not end\n{logs}")
+        self.results = results
         return self._check(results, time.monotonic() - started)
 
     # Load
@@ -320,6 +334,9 @@ class Chaos:
             process.send_signal(signal.SIGCONT)
         if not self.workers.running:
             self.workers.start()
+
+    def _settle(self) -> None:
+        """What is to have happened before the streams end."""
 
     # The check
 

@@ -68,8 +68,8 @@ def test_a_backlog_is_caught_up_several_frames_a_launch_in_the_same_bits(redis_u
     assert worker.engine.catch_up_rows == 4
     deep = []
     begin_far = worker.engine.begin_far
-    worker.engine.begin_far = lambda names, frames: (
-        deep.append(len(names)) or begin_far(names, frames)
+    worker.engine.begin_far = lambda names, *rest: (
+        deep.append(len(names)) or begin_far(names, *rest)
     )
     with Client(redis_url, window=64) as client:
         sessions = client.open_many(list(streams))

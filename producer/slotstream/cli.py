@@ -22,6 +22,7 @@ _WORKER_COMMANDS = {
     "demo": "Stream 370 recordings through a worker that is killed on the way.",
     "health": "Exit with 0 while a worker of the app is alive.",
     "retry": "Put a session that was set aside back in the queue.",
+    "weights": "Versions of an app's weights: publish, watch, roll back, delete.",
 }
 
 

@@ -1,4 +1,4 @@
-"""Commands of the worker: `slotstream worker`, `check`, `demo`, `health`."""
+"""Commands of the worker: `slotstream worker`, `check`, `demo`, `health`, `weights`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slotstream_worker.config import WorkerConfig
 from slotstream_worker.loading import TargetOptions
 from slotstream_worker.settings import Counts, Ranges, option
 from slotstream_worker.target_options import MODEL_HELP, target_options
+from slotstream_worker.weights.command import weights
 
 _DEFAULTS = WorkerConfig(nonce="0")
 
@@ -160,6 +161,31 @@ slots_option = option(
     default=None,
     help="Folder that keeps compiled programs from one start to the next.",
 )
+@option(
+    "--weights-listen",
+    default="",
+    metavar="HOST:PORT",
+    help="Serve versions of the weights that this worker holds to other workers there (port 0: any "
+    "free one), so that not each of them reads from Redis; by default not.",
+)
+@option(
+    "--staging-bytes",
+    default=0,
+    type=click.IntRange(0),
+    help="Host memory that a version on its way in may take; 0 for no limit.",
+)
+@option(
+    "--resident-versions",
+    default=_DEFAULTS.resident_versions,
+    type=click.IntRange(2),
+    help="Versions on the device at a time, where sessions are pinned to theirs.",
+)
+@option(
+    "--canary",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=None,
+    help="An .npz of recorded frames that every version must answer well before it is served.",
+)
 @option("--metrics-port", default=0, help="Serve Prometheus metrics on this port; 0 for none.")
 @option(
     "--log-level",
@@ -194,6 +220,10 @@ def worker(
     allow_eviction: str,
     row_counts: tuple[int, ...] | None,
     compile_cache: Path | None,
+    weights_listen: str,
+    staging_bytes: int,
+    resident_versions: int,
+    canary: Path | None,
     metrics_port: int,
     log_level: str,
     options: TargetOptions,
@@ -235,6 +265,10 @@ def worker(
             allow_eviction=allow_eviction,
             row_counts=row_counts or (),
             compile_cache=compile_cache,
+            weights_listen=weights_listen,
+            staging_bytes=staging_bytes,
+            resident_versions=resident_versions,
+            canary=canary,
             metrics_port=metrics_port,
         )
     except ValueError as error:
@@ -254,6 +288,7 @@ def run_worker(config: WorkerConfig, target: str, options: TargetOptions | None 
     from slotstream_worker.engine.errors import CannotStream
     from slotstream_worker.loading import BadTarget, load
     from slotstream_worker.store.appconfig import Disagreement
+    from slotstream_worker.weights.errors import BadWeights
     from slotstream_worker.worker import Displaced, NotHandedBack, Worker
 
     set_up(config.compile_cache)
@@ -275,7 +310,7 @@ def run_worker(config: WorkerConfig, target: str, options: TargetOptions | None 
                 "serving, in launches of %s rows", ", ".join(map(str, worker.engine.row_counts))
             ),
         )
-    except (BadTarget, CannotStream, Disagreement, Displaced, NotHandedBack) as error:
+    except (BadTarget, BadWeights, CannotStream, Disagreement, Displaced, NotHandedBack) as error:
         log.error("%s", error)
         sys.exit(1)
 
@@ -406,4 +441,5 @@ COMMANDS: dict[str, click.Command] = {
     "demo": demo,
     "health": health,
     "retry": retry,
+    "weights": weights,
 }

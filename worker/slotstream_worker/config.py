@@ -43,6 +43,10 @@ class WorkerConfig:
         row_counts: launch with these; by default chosen by measuring.
         compile_cache: folder that keeps compiled programs from one start to the next.
         metrics_port: serve Prometheus metrics there; 0 for none.
+        weights_listen: HOST:PORT where this worker serves versions it holds to others; "" for not.
+        staging_bytes: host memory that a version on its way in may take; 0 for no limit.
+        resident_versions: versions on the device at a time, where sessions are pinned to theirs.
+        canary: an .npz of recorded frames that every version must answer well.
     """
 
     redis: str = "redis://localhost:6379/0"
@@ -72,6 +76,10 @@ class WorkerConfig:
     row_counts: tuple[int, ...] = ()
     compile_cache: Path | None = None
     metrics_port: int = 0
+    weights_listen: str = ""
+    staging_bytes: int = 0
+    resident_versions: int = 2
+    canary: Path | None = None
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def __post_init__(self) -> None:
@@ -105,6 +113,14 @@ class WorkerConfig:
                 "round_wait_s and round_rows are 0 or more, "
                 f"got {self.round_wait_s} and {self.round_rows}"
             )
+        if self.resident_versions < 2 or self.staging_bytes < 0:
+            raise ValueError(
+                "resident_versions is 2 or more (the old one and the new), and staging_bytes 0 or "
+                f"more, got {self.resident_versions} and {self.staging_bytes}"
+            )
+        host, colon, port = self.weights_listen.rpartition(":")
+        if self.weights_listen and not (host and colon and port.isdigit()):
+            raise ValueError(f"weights_listen is HOST:PORT, got {self.weights_listen!r}")
         if any(count < 1 for count in self.row_counts):
             raise ValueError(f"row counts are 1 or more, got {self.row_counts}")
 

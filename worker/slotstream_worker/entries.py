@@ -135,7 +135,7 @@ class AnswerWriter:
     """Writes the answers of one model: encoded outputs, and the fields of `out` entries."""
 
     def __init__(self, model: StreamModel) -> None:
-        self.weights, self._outputs, self._single = model.weights, model.outputs, model.single
+        self._outputs, self._single = model.outputs, model.single
         packer = msgpack.Packer()
         parts: list[bytes] = [] if model.single else [packer.pack_map_header(len(model.outputs))]
         self._layout: list[tuple[str, int, int]] = []  # name, and where its data begin and end
@@ -177,13 +177,13 @@ class AnswerWriter:
         }
         return encode(next(iter(arrays.values())) if self._single else arrays)
 
-    def usual(self, id: bytes, output: bytes) -> Answer:  # noqa: A002 (the field's own name)
+    def usual(self, id: bytes, output: bytes, weights: str) -> Answer:  # noqa: A002 (the field's own name)
         """The answer of an entry that was a frame and nothing else, from its encoded output."""
-        return Answer(id, ("output", output, "weights", self.weights))
+        return Answer(id, ("output", output, "weights", weights))
 
-    def output(self, entry: Entry, output: bytes) -> Answer:
+    def output(self, entry: Entry, output: bytes, weights: str) -> Answer:
         """The answer of an entry whose frame ran, from its encoded output."""
-        fields: tuple[bytes | str, ...] = ("output", output, "weights", self.weights)
+        fields: tuple[bytes | str, ...] = ("output", output, "weights", weights)
         return Answer(entry.id, (*fields, "op", "reset") if entry.reset else fields)
 
     def op(self, entry: Entry) -> Answer:

@@ -27,6 +27,7 @@ from slotstream_worker.hosted import Hosted
 from slotstream_worker.store.commits import Answer, raw_id
 from slotstream_worker.store.inbox import Raw
 from slotstream_worker.store.table import Row
+from slotstream_worker.weights.residents import Residents
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Host:
         model = engine.model
         self.engine, self.max_sessions = engine, max_sessions
         self.rows = Rows(engine.pool)
+        self.residents = Residents(engine)
         self.frames = _codec(model, max_frame_bytes)
         self.reader = EntryReader(
             self.frames, finite=finite, short=model.pick is None or model.pick.short
@@ -151,7 +153,7 @@ class Host:
                 row.cuts,
                 base=raw_id(row.done),
                 read_to=raw_id(row.done),
-                weights=row.weights,
+                weights=row.weights or self.residents.current,
                 attempts=row.attempts,
             )
             fits = not row.state or row.layout == model.spec.layout
@@ -162,11 +164,8 @@ class Host:
                     f"{model.spec.layout}"
                 )
                 log.error("session %s is left as it is: %s", row.session, hosted.held)
-            elif row.weights and row.weights != model.weights:
-                log.warning(
-                    "session %s ran with weights %s so far, and goes on with %s",
-                    *(row.session, row.weights, model.weights),
-                )
+            else:
+                self.residents.adopt(hosted)
             self.hosted[row.session] = self.of(partition)[row.session] = hosted
             if hosted.suspect:
                 self._suspects[row.session] = hosted
@@ -208,6 +207,7 @@ class Host:
         gone = [h for h in dropped if self.hosted.get(h.session) is h]
         for hosted in gone:
             hosted.gone = True
+            self.residents.drop(hosted)
             del self.hosted[hosted.session]
             for held in (
                 self._suspects,
@@ -224,6 +224,20 @@ class Host:
             hosted.action, hosted.reason, hosted.mark = action, reason, mark
             hosted.queue.clear()
             self.acting(hosted.partition)[hosted.session] = hosted
+
+    def changed_weights(self, hosted: Hosted, weights: str) -> None:
+        """Its checkpoint is on its way, and names the version that runs everything after it."""
+        if weights != hosted.weights:
+            if self.residents.policy == "reset":
+                self.rows.reset(hosted.session)
+            self.residents.changed(hosted, weights)
+            self.wake([hosted])
+
+    def wake(self, sessions: Iterable[Hosted]) -> None:
+        """Run sessions again that were halted."""
+        for hosted in sessions:
+            hosted.halt = ""
+            self._list(hosted)
 
     def resume(self, sessions: Iterable[Hosted]) -> None:
         """Run sessions again that were paused for their reader."""
@@ -384,6 +398,7 @@ class Host:
             if (
                 len(hosted.queue) >= depth
                 and hosted.even
+                and (not chosen or hosted.weights == chosen[0].weights)
                 and hosted.runnable
                 and not hosted.gone
                 and self.rows.has_state(hosted.session)
@@ -451,7 +466,10 @@ class Host:
         try:
             self.rows.seat(names, self._busy)
             steps = formed.steps(self.frames.shape[0])
-            flight = self.engine.begin(names, frames, from_rest=from_rest, steps=steps)
+            weights = self.residents.of(formed.hosted)
+            flight = self.engine.begin(
+                names, frames, from_rest=from_rest, steps=steps, weights=weights
+            )
         except Exception:
             log.exception("a round of %d frames could not be launched", len(names))
             return flying  # `collect` runs it again, halved until each failure stands alone
@@ -465,7 +483,8 @@ class Host:
         try:
             self.rows.seat(names, self._busy)
             shape = (len(names), formed.depth, *self.frames.shape)
-            flight = self.engine.begin_far(names, frames.reshape(shape))
+            weights = formed.hosted[0].weights
+            flight = self.engine.begin_far(names, frames.reshape(shape), weights)
         except Exception:
             log.exception("a round of %d sessions could not be launched", len(names))
             self._one_by_one(formed)
@@ -547,6 +566,7 @@ class Host:
             from_rest=flying.from_rest,
             positions=keep,
             steps=[steps[k] for k in keep] if steps else None,
+            weights=[flying.round.hosted[k].weights for k in keep],
         )
 
     def _ran(self, formed: Round, ran: Ran) -> None:
@@ -563,7 +583,7 @@ class Host:
                 entry = formed.entries.get(k) or Entry(formed.ids[k], b"")
                 if 0 < entry.steps < self.frames.shape[0]:
                     output = self.writer.cut(ran.outputs, row, entry.steps)
-                self._answered(hosted, entry, self.writer.output(entry, output))
+                self._answered(hosted, entry, self.writer.output(entry, output, hosted.weights))
                 continue
             hosted.in_flight = False
             hosted.active_at = now

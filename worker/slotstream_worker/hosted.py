@@ -27,6 +27,10 @@ class Hosted:
     `paused`: its reader is behind, and it asked that no reply be lost. `held`: why it cannot run
     here at all; nothing of it is changed, and it goes to another worker when this one drains.
     `attempts`: owners that died with entries of it under way.
+
+    `weights`: the version that runs its entries, and ran those of `answers`. `halt`: why it runs
+    nothing for the moment: `fetch`, its version is not here yet; `change`, it waits until nothing
+    of it is under way, to change to another at its checkpoint.
     """
 
     session: str
@@ -47,6 +51,7 @@ class Hosted:
     gone: bool = False
     paused: bool = False
     held: str = ""
+    halt: str = ""
     attempts: int = 0
     active_at: float = field(default_factory=monotonic)
     action: str = ""
@@ -66,4 +71,6 @@ class Hosted:
     @property
     def runnable(self) -> bool:
         """Whether its oldest entry may go into a round."""
-        return bool(self.queue) and not (self.action or self.in_flight or self.paused or self.held)
+        return bool(self.queue) and not (
+            self.action or self.in_flight or self.paused or self.held or self.halt
+        )

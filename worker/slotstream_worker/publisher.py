@@ -155,6 +155,8 @@ class Publisher:
 
     def next_due_s(self) -> float:
         """Seconds until the next checkpoint is due."""
+        if self.host.residents.changing(self._partition):
+            return 0.001
         if self._full:
             return _FULL_CHECK_S
         for since, _ in self._dirty.values():
@@ -188,10 +190,13 @@ class Publisher:
     def _compose(self, *, everything: bool) -> bool:
         """Make a wave of what is to be written; whether there is anything."""
         saved = self._checkpoints(self._due(everything=everything), everything=everything)
-        acting, weights = self._acting, self.host.engine.model.weights
-        sent = Sent(Batch(weights))
+        acting = self._acting
+        waves: dict[str, Sent] = {}  # the call that is being filled, by the version of its outputs
         for hosted in (*acting.values(), *(h for h in saved if h.session not in acting)):
             answers = hosted.answers
+            sent = waves.get(hosted.weights)
+            if sent is None:
+                sent = waves[hosted.weights] = Sent(Batch(hosted.weights))
             if answers and hosted.usual and not hosted.action and hosted not in saved:
                 fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
                 sent.batch.add_outputs(*fence, cast("list[Output]", answers))
@@ -200,14 +205,15 @@ class Publisher:
                 commit = self._commit(hosted, saved.get(hosted))
                 sent.batch.add(commit)
                 sent.commits.append((hosted, answers, commit))
+                if hosted in saved:
+                    self.host.changed_weights(hosted, saved[hosted].weights)
             else:
                 continue
             hosted.answers, hosted.usual = [], True
             if sent.batch.full:
                 self._wave.append(sent)
-                sent = Sent(Batch(weights))
-        if sent.commits:
-            self._wave.append(sent)
+                del waves[sent.batch.weights]
+        self._wave.extend(sent for sent in waves.values() if sent.commits)
         for hosted in [h for h in acting.values() if not h.action]:
             del acting[hosted.session]
         return bool(self._wave)
@@ -231,7 +237,10 @@ class Publisher:
             for s, h in self._acting.items()
             if h.action == "handback" and not h.in_flight and (h.answers or s in self._dirty)
         )
-        return [h for h in due.values() if h.settled and h.action != "end"]
+        # Those that wait to change to another version run nothing until they have: they come first.
+        first = dict.fromkeys(self.host.residents.may_change(self._partition))
+        first.update((h, None) for h in due.values() if h.settled and h.action != "end")
+        return list(first)
 
     def _checkpoints(self, due: list[Hosted], *, everything: bool) -> dict[Hosted, Checkpoint]:
         """States of the sessions whose turn it is, within the budget of bytes a second."""
@@ -242,9 +251,9 @@ class Publisher:
         due = due[:within] + [h for h in due[within:] if h.action == "handback"]
         self._allowance.spend(size * len(due))
         states = self.host.rows.read([h.session for h in due])
-        model = self.host.engine.model
+        layout, residents = self.host.engine.model.spec.layout, self.host.residents
         return {
-            h: Checkpoint(state, model.spec.layout, model.weights)
+            h: Checkpoint(b"" if residents.rests(h) else state, layout, residents.next_of(h))
             for h, state in zip(due, states, strict=True)
         }
 
@@ -256,7 +265,9 @@ class Publisher:
             hosted.cuts,
             hosted.base,
             [
-                answer if isinstance(answer, Answer) else self.host.writer.usual(*answer)
+                answer
+                if isinstance(answer, Answer)
+                else self.host.writer.usual(*answer, hosted.weights)
                 for answer in hosted.answers
             ],
             checkpoint,

@@ -224,7 +224,7 @@ class Shard:
         self._shed_at = {s: at for s, at in self._shed_at.items() if now - at < _SHED_PAUSE_S}
         claimable = [session for session in queues.waiting if session not in self._shed_at]
         if claimable and self.host.room:
-            self._adopt(table.claim(claimable[: self.host.room]))
+            self._adopt(table.claim(claimable[: self.host.room], self.host.residents.current))
             inbox.news = True
 
     def _adopt(self, rows: Sequence[Row]) -> None:

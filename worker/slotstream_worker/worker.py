@@ -34,6 +34,9 @@ from slotstream_worker.store import appconfig
 from slotstream_worker.store.appconfig import AppConfig
 from slotstream_worker.store.lease import Lease
 from slotstream_worker.store.partition import Partition
+from slotstream_worker.weights.gauges import Gauges
+from slotstream_worker.weights.receiver import Receiver
+from slotstream_worker.weights.swap import Swap
 
 __all__ = ["Displaced", "NotHandedBack", "Worker"]
 
@@ -68,6 +71,8 @@ class Worker:
         )
         self.shards: list[Shard] = []
         self.lease: Lease | None = None
+        self.receiver = Receiver(config, self.engine, Gauges(self.metrics.registry))
+        self._swap: Swap | None = None
         self._flying: deque[Flying] = deque()
         self._readable: set[int] = set()
         self._agreed: AppConfig | None = None
@@ -101,6 +106,7 @@ class Worker:
             line.close()
         self.metrics.inexact.set(0 if exact else 1)
         allowance = Allowance(self.config.checkpoint_bytes_per_s)
+        self._first_weights(allowance)
         self.shards = []
         for keys in served:
             partition = Partition(self.config, self.endpoint, keys.partition)
@@ -108,6 +114,18 @@ class Worker:
             self.shards.append(Shard(self.config, partition, self.host, publisher, self.metrics))
         for shard in self.shards:
             shard.join()
+
+    def _first_weights(self, allowance: Allowance) -> None:
+        """Begin on the version that is current, once it is here; nothing is owned before."""
+        if self._swap is None:
+            self.receiver.start()
+            self._swap = Swap(self.host, self.receiver, allowance)
+        while not self.receiver.synced.wait(_LONGEST_SLEEP_S):
+            if self.lease:
+                self.lease.beat()
+        if self.receiver.error:
+            raise self.receiver.error
+        self._swap.turn()
 
     @property
     def done(self) -> bool:
@@ -125,6 +143,8 @@ class Worker:
             self.lease.beat()
         self._look(0.0 if self._flying else self._rest_s())
         self._each(self._receive)
+        if self._swap:
+            self._swap.turn()
         formed = len(self._flying) < _ROUNDS_ALOFT and self._launch()
         self._each(Shard.send)
         if not (formed and len(self._flying) < _ROUNDS_ALOFT and self.host.has_work):
@@ -179,6 +199,7 @@ class Worker:
         """Close all connections."""
         if self.lease:
             self.lease.stop()
+        self.receiver.stop()
         for shard in self.shards:
             shard.partition.close()
         self.endpoint.close()

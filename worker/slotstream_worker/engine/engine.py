@@ -23,6 +23,9 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Pool, Session
 from slotstream_worker.engine.probe import Probe, candidates, probe
 
+Weights = str | Sequence[str]
+"""The version that all sessions of a round run with, or that of each."""
+
 _WORTH = 1.2
 """How much dearer a row may be in a smaller launch that is preferred all the same."""
 
@@ -65,6 +68,8 @@ class Engine:
         self.model = model
         self.pool = Pool(model.spec, slots, model.rest)
         self.launcher = Launcher(model)
+        self.versions: dict[str, Any] = {"": model.variables}
+        """Variables that a launch can run with, by name; "" are those the model was made with."""
         self.probed: Probe | None = None
         self._cover: Cover | None = None
         self.catch_up_rows = 0
@@ -118,6 +123,7 @@ class Engine:
         *,
         from_rest: Collection[Session] = (),
         steps: Sequence[int] | None = None,
+        weights: Weights = "",
     ) -> Flight:
         """Launch one frame of each session; every row stays as it is until `finish`.
 
@@ -126,6 +132,8 @@ class Engine:
             frames: `[sessions, frame, *sample_shape]`, in their order.
             from_rest: sessions whose state this frame starts anew (a reset before it).
             steps: how many of each frame's steps are real; all of them by default.
+            weights: the version they run with, or that of each; the model's own where it is "".
+                Sessions of different versions go in launches of their own.
         """
         if self._cover is None:
             raise RuntimeError("the engine has not been prepared; call prepare() first")
@@ -135,7 +143,8 @@ class Engine:
             self.pool.write(dict.fromkeys(from_rest, b""))
             from_rest = ()
         try:
-            return replace(self._begin(sessions, frames, from_rest, steps), undo=undo)
+            flight = self._begin(sessions, frames, from_rest, steps, weights)
+            return replace(flight, undo=undo)
         except BaseException:
             self._undo(undo)
             raise
@@ -150,35 +159,44 @@ class Engine:
         frames: np.ndarray[Any, Any],
         from_rest: Collection[Session],
         steps: Sequence[int] | None,
+        weights: Weights,
     ) -> Flight:
         has_state = self.pool.all_have_state(sessions)
         if from_rest:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
         parts: list[tuple[Launched, Sequence[int]]] = []
-        if has_state.all() or not has_state.any():
+        sole = weights if isinstance(weights, str) else None
+        if sole is not None and (has_state.all() or not has_state.any()):
             where, state = range(len(sessions)), bool(has_state[:1].all())
-            self._launch(parts, sessions, frames, where, state, steps)
+            variables = self._variables(sole)
+            self._launch(parts, sessions, frames, where, state, variables, steps)
         else:
-            for state in (False, True):
-                places = np.flatnonzero(has_state == state).tolist()
-                chosen = [sessions[k] for k in places]
+            groups: dict[tuple[str, bool], list[int]] = {}
+            for k, state in enumerate(has_state.tolist()):
+                groups.setdefault((weights[k] if sole is None else sole, state), []).append(k)
+            for (version, state), places in sorted(groups.items()):
+                chosen, variables = [sessions[k] for k in places], self._variables(version)
                 real = [steps[k] for k in places] if steps is not None else None
-                self._launch(parts, chosen, frames[places], places, state, real)
+                self._launch(parts, chosen, frames[places], places, state, variables, real)
         return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
 
-    def begin_far(self, sessions: Sequence[Session], frames: np.ndarray[Any, Any]) -> Flight:
+    def begin_far(
+        self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], weights: str = ""
+    ) -> Flight:
         """Launch several frames of each session at once, with the bits of one after another.
 
         Args:
             sessions: `catch_up_rows` at most, each named once; they hold slots and have left rest.
             frames: `[sessions, catchup.FRAMES, frame, *sample_shape]`.
+            weights: the version all of them run with; the model's own where it is "".
 
         Returns:
             A flight whose outputs are `[sessions, catchup.FRAMES, frame, ...]`.
         """
         rows = self.catch_up_rows
         plan = self.pool.plan(sessions, rows=rows)
-        launched = self.launcher.launch_far(self.pool, plan, _block(frames, rows))
+        block, variables = _block(frames, rows), self._variables(weights)
+        launched = self.launcher.launch_far(self.pool, plan, block, variables)
         return Flight((launched,), (range(len(sessions)),))
 
     def _launch(
@@ -188,18 +206,23 @@ class Engine:
         frames: np.ndarray[Any, Any],
         positions: Sequence[int],
         has_state: bool,
+        variables: Any,
         steps: Sequence[int] | None,
     ) -> None:
-        """Launch rows that are all at rest, or all hold state."""
+        """Launch rows that are all at rest, or all hold state, and run with the same version."""
         start = 0
         for count in self._cover.split(len(sessions)) if self._cover else ():
             part = slice(start, start + count)
             plan = self.pool.plan(sessions[part], rows=count)
             plan.has_state[:] = has_state
+            block = _block(frames[part], count)
             real = steps[part] if steps is not None else None
-            launched = self.launcher.launch(self.pool, plan, _block(frames[part], count), real)
+            launched = self.launcher.launch(self.pool, plan, block, real, variables)
             parts.append((launched, positions[part]))
             start += count
+
+    def _variables(self, version: str) -> Any:
+        return self.versions[version]
 
     def finish(self, flight: Flight) -> list[Ran]:
         """Wait for the round, then commit all of its rows; the outputs, launch by launch.
@@ -224,9 +247,12 @@ class Engine:
         *,
         from_rest: Collection[Session] = (),
         steps: Sequence[int] | None = None,
+        weights: Weights = "",
     ) -> list[Ran]:
         """`begin` and `finish` in one."""
-        return self.finish(self.begin(sessions, frames, from_rest=from_rest, steps=steps))
+        return self.finish(
+            self.begin(sessions, frames, from_rest=from_rest, steps=steps, weights=weights)
+        )
 
     def isolate(
         self,
@@ -236,6 +262,7 @@ class Engine:
         from_rest: Collection[Session] = (),
         positions: Sequence[int] | None = None,
         steps: Sequence[int] | None = None,
+        weights: Weights = "",
     ) -> Iterable[Ran | Failed]:
         """Run a round that failed once more, halved until each failure stands alone.
 
@@ -246,7 +273,8 @@ class Engine:
         if not len(sessions):
             return
         try:
-            for ran in self.run(sessions, frames, from_rest=from_rest, steps=steps):
+            again = self.run(sessions, frames, from_rest=from_rest, steps=steps, weights=weights)
+            for ran in again:
                 yield replace(ran, positions=[places[k] for k in ran.positions])
         except Exception as error:
             if len(sessions) == 1:
@@ -260,6 +288,7 @@ class Engine:
                     from_rest=from_rest,
                     positions=places[part],
                     steps=steps[part] if steps is not None else None,
+                    weights=weights if isinstance(weights, str) else weights[part],
                 )
 
 

@@ -83,6 +83,7 @@ class Launcher:
         plan: Plan,
         frames: np.ndarray[Any, Any],
         steps: Sequence[int] | None = None,
+        variables: Any = None,
     ) -> Launched:
         """Run one launch; returns at once where the device computes in the background.
 
@@ -91,28 +92,31 @@ class Launcher:
             plan: all of its real rows are at rest, or all hold state.
             frames: `[rows, frame, *sample_shape]`.
             steps: how many of each frame's steps are real; all of them by default.
+            variables: of the model's own shapes and dtypes, which compiles nothing anew; by
+                default those it was made with.
         """
+        held = self.model.variables if variables is None else variables
         real = self._steps(len(frames), steps)
         if plan.has_state[0]:
-            outputs, rows = self._advance(
-                self.model.variables, pool.arrays, plan.slot_indices, frames, real
-            )
+            outputs, rows = self._advance(held, pool.arrays, plan.slot_indices, frames, real)
         else:
-            outputs, rows = self._begin(self.model.variables, frames, real)
+            outputs, rows = self._begin(held, frames, real)
         return Launched(plan, outputs, rows)
 
-    def launch_far(self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any]) -> Launched:
+    def launch_far(
+        self, pool: Pool, plan: Plan, frames: np.ndarray[Any, Any], variables: Any = None
+    ) -> Launched:
         """Run several frames of each row in one launch.
 
         Args:
             pool: where the rows lie.
             plan: all of its real rows hold state.
             frames: `[rows, frames, frame, *sample_shape]`; so are the outputs.
+            variables: as for `launch`.
         """
-        outputs, rows = self._advance_far(
-            *(self.model.variables, pool.arrays, plan.slot_indices, frames),
-            self._steps(len(frames), None),
-        )
+        held = self.model.variables if variables is None else variables
+        real = self._steps(len(frames), None)
+        outputs, rows = self._advance_far(held, pool.arrays, plan.slot_indices, frames, real)
         return Launched(plan, outputs, rows)
 
     def _steps(self, rows: int, steps: Sequence[int] | None) -> np.ndarray[Any, Any] | None:

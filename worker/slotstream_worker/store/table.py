@@ -117,9 +117,12 @@ class SlotTable:
         applied, ignored = self._run("control", [s for _, s in entries], *args)
         return applied, ignored
 
-    def claim(self, sessions: Sequence[str]) -> list[Row]:
-        """Own sessions that wait, those among them that still do."""
-        raws = self._run("claim", sessions, self.worker, CLAIM_BYTES, *sessions)
+    def claim(self, sessions: Sequence[str], weights: str = "") -> list[Row]:
+        """Own sessions that wait, those among them that still do.
+
+        Those that have never run begin on the version `weights`, and their rows say so.
+        """
+        raws = self._run("claim", sessions, self.worker, CLAIM_BYTES, weights, *sessions)
         return [Row.parse(raw) for raw in raws]
 
     def take(self, sessions: Iterable[bytes], old: str, why: str, room: int) -> Taken:

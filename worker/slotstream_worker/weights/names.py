@@ -1,0 +1,85 @@
+"""Keys of the versions in Redis, and names: of versions, of tensors.
+
+The catalogue's keys lie in one hash slot, so that one script can change several; chunks lie
+wherever their own names put them, so that a cluster shares the reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from slotstream.names import check_app
+from slotstream_worker.weights.errors import BadWeights
+
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_version(version: str) -> str:
+    """Return `version` if it is a valid version name, else raise `BadWeights`."""
+    if not _VERSION.fullmatch(version):
+        raise BadWeights(
+            "a version's name is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or a "
+            f"digit, got {version!r}"
+        )
+    return version
+
+
+def catalogue_prefix(app: str) -> str:
+    """What every key of an app's catalogue begins with."""
+    return f"{check_app(app)}:weights:{{{app}}}:"
+
+
+def chunk_key(app: str, prefix: str, k: int) -> str:
+    """Key of chunk `k` of what was written under `prefix`."""
+    return f"{app}:weights:chunk:{prefix}:{k}"
+
+
+def words(name: str) -> tuple[str, ...]:
+    """A tensor's name in its parts: `params/Dense_0/kernel` and `params.Dense_0.kernel` alike."""
+    return tuple(word for word in re.split(r"[/.]", name) if word)
+
+
+def match(leaves: Sequence[str], tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Which tensor belongs to each of the model's leaves, and the tensors that belong to none.
+
+    Names are equal up to `/` or `.` between their parts. A leading `params` may be missing on
+    either side, as where a file holds the parameters alone.
+
+    Raises:
+        BadWeights: two tensors for one leaf.
+    """
+    wanted: dict[tuple[str, ...], str] = {words(leaf): leaf for leaf in leaves}
+    bare = {
+        key[1:]: leaf for key, leaf in wanted.items() if key[:1] == ("params",) and len(key) > 1
+    }
+    found: dict[str, str] = {}
+    over: list[str] = []
+    for tensor in tensors:
+        key = words(tensor)
+        leaf = wanted.get(key) or bare.get(key)
+        if leaf is None and key[:1] == ("params",):
+            leaf = wanted.get(key[1:])
+        if leaf is None:
+            over.append(tensor)
+        elif leaf in found:
+            raise BadWeights(
+                f"two tensors are meant for {leaf}: {found[leaf]} and {tensor}; give it once"
+            )
+        else:
+            found[leaf] = tensor
+    return found, over
+
+
+def flatten(tree: Mapping[str, object] | object, name: str = "") -> dict[str, object]:
+    """Leaves of nested mappings and sequences by name, parts joined with `/`."""
+    found: dict[str, object] = {}
+    if isinstance(tree, Mapping):
+        items: Iterable[tuple[object, object]] = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    else:
+        return {name or "weights": tree}
+    for key, value in items:
+        found.update(flatten(value, f"{name}/{key}" if name else str(key)))
+    return found
