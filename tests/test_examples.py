@@ -33,7 +33,7 @@ def _as_people_have_them() -> Iterator[None]:
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    assert {"gru", "lstm", "mamba2", "lmu", "spiking_conv"} <= set(NAMES)
+    assert {"gru", "lstm", "mamba2", "nir_lif", "lmu", "spiking_conv"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

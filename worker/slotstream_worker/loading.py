@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from slotstream_worker.engine.model import StreamModel
@@ -34,6 +34,7 @@ class TargetOptions:
     frame: int | None = None
     dtype: str | None = None
     max_model_bytes: int | None = None
+    variables: Path | None = None
 
     def given(self) -> dict[str, object]:
         """The options that were given, by name."""
@@ -57,10 +58,25 @@ def load(target: str, options: TargetOptions | None = None) -> StreamModel:
     one that fails while it is imported: the latter's own error is raised.
 
     Raises:
-        BadTarget: the target names nothing, gives something else, or does not take the options.
+        BadTarget: the target names nothing, gives something else, or does not take the options;
+            or the variables do not fit it.
         CannotStream: the model is there and cannot be served.
     """
     options = options or TargetOptions()
+    if options.variables is None:
+        return _load(target, options)
+    from slotstream_worker.weights.errors import BadWeights
+    from slotstream_worker.weights.variables import with_variables
+
+    # Of any target: what the model was made with only says names, shapes and dtypes.
+    model = _load(target, replace(options, variables=None))
+    try:
+        return with_variables(model, options.variables)
+    except BadWeights as error:
+        raise BadTarget(str(error)) from error
+
+
+def _load(target: str, options: TargetOptions) -> StreamModel:
     scheme, colon, rest = target.partition(":")
     if not (colon and scheme in SCHEMES):
         _check_options("a model MODULE:ATTRIBUTE", options, frozenset())

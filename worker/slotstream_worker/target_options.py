@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,13 @@ MODEL_HELP = (
 )
 
 _OPTIONS = (
+    option(
+        "--variables",
+        default=None,
+        type=click.Path(path_type=Path),
+        help="The model's variables: safetensors (one file, or several with an index), an Orbax "
+        "checkpoint, Flax msgpack. By default those that MODEL gives it.",
+    ),
     option(
         "--dt",
         default=None,
