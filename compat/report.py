@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = ("family", "model", "adapter", "state a session", "served", "largest difference")
@@ -41,7 +42,9 @@ def _seen(one: dict[str, Any]) -> tuple[str, str]:
     company = "" if one["company"] else "; ITS BITS DEPEND ON COMPANY"
     rows = ",".join(map(str, one.get("rows", ()))) or "4"
     launches = "" if rows == "4" else f"; in launches of {rows} rows"
-    return word, ("0" if one["verdict"] == "bitwise" else difference) + launches + company
+    if one["verdict"] == "bitwise":
+        difference = f"0 of {one['scale']:.3g}"
+    return word, difference + launches + company
 
 
 def shortened(reason: str, most: int = 220) -> str:
@@ -56,7 +59,7 @@ def table(families: Iterable[dict[str, Any]]) -> Table:
     for column in COLUMNS:
         shown.add_column(column, overflow="fold")
     for row in rows(families):
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     return shown
 
 
