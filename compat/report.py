@@ -27,7 +27,8 @@ def rows(families: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     found = []
     for family in families:
         versions = family.get("versions", {})
-        package = " ".join(filter(None, (family["package"], versions.get(family["package"]))))
+        name = family.get("name", family["package"])
+        package = " ".join(filter(None, (name, versions.get(family["package"]))))
         for one in family["results"]:
             state = f"{one['state_bytes']:,} bytes: {one['state']}" if one.get("state") else ""
             found.append((package, one["case"], one.get("adapter", ""), state, *_seen(one)))
