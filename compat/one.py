@@ -26,7 +26,8 @@ def main(family: str) -> None:
         print(f"{family}: {name}: {result.verdict} ({seconds:.0f} s)", file=sys.stderr)
     versions = {n: importlib.metadata.version(n) for n in (module.PACKAGE, "jax")}
     # The last line, in case the package prints as it is imported.
-    print(json.dumps({"package": module.PACKAGE, "versions": versions, "results": results}))
+    found = {"package": module.PACKAGE, "versions": versions, "results": results}
+    print(json.dumps({"name": getattr(module, "NAME", module.PACKAGE), **found}))
 
 
 if __name__ == "__main__":

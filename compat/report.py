@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = ("family", "model", "adapter", "state a session", "served", "largest difference")
@@ -26,7 +27,8 @@ def rows(families: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     found = []
     for family in families:
         versions = family.get("versions", {})
-        package = " ".join(filter(None, (family["package"], versions.get(family["package"]))))
+        name = family.get("name", family["package"])
+        package = " ".join(filter(None, (name, versions.get(family["package"]))))
         for one in family["results"]:
             state = f"{one['state_bytes']:,} bytes: {one['state']}" if one.get("state") else ""
             found.append((package, one["case"], one.get("adapter", ""), state, *_seen(one)))
@@ -41,7 +43,9 @@ def _seen(one: dict[str, Any]) -> tuple[str, str]:
     company = "" if one["company"] else "; ITS BITS DEPEND ON COMPANY"
     rows = ",".join(map(str, one.get("rows", ()))) or "4"
     launches = "" if rows == "4" else f"; in launches of {rows} rows"
-    return word, ("0" if one["verdict"] == "bitwise" else difference) + launches + company
+    if one["verdict"] == "bitwise":
+        difference = f"0 of {one['scale']:.3g}"
+    return word, difference + launches + company
 
 
 def shortened(reason: str, most: int = 220) -> str:
@@ -56,7 +60,7 @@ def table(families: Iterable[dict[str, Any]]) -> Table:
     for column in COLUMNS:
         shown.add_column(column, overflow="fold")
     for row in rows(families):
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     return shown
 
 

@@ -80,6 +80,8 @@ def compare(name: str, case: Case) -> Result:
             equal &= got.tobytes() == want.tobytes()
             difference = max(difference, _farthest(got, want))
             scale = max(scale, float(np.nanmax(np.abs(want), initial=0.0)))
+    if scale == 0.0:
+        raise ValueError(f"every output of {name} is zero, so nothing was compared")
     verdict = "bitwise" if equal else "rounding" if difference <= TOLERANCE * scale else "differs"
     return Result(
         name,

@@ -118,6 +118,11 @@ def test_an_error_of_the_package_is_a_line_and_no_crash() -> None:
     found = run("toy", broken)
     assert found.verdict == "failed"
     assert found.reason == "AttributeError: module 'jax' has no attribute 'gone'"
+    silent = run("toy", lambda: Case(toy(), whole, "carry", lambda _, steps: [[0.0] * 3] * steps))
+    assert (silent.verdict, silent.reason) == (
+        "failed",
+        "ValueError: every output of toy is zero, so nothing was compared",
+    )
     shaped = run("toy", lambda: Case(toy(), lambda stream: whole(stream)[:, :2], "carry"))
     assert shaped.verdict == "failed"
     assert "float32[16, 3], its package float32[16, 2]" in shaped.reason
@@ -131,11 +136,11 @@ def test_the_table_says_each_verdict_and_is_put_between_its_marks(tmp_path: Path
     ]
     families = [{"package": "toys", "versions": {"toys": "1.2"}, "results": results}]
     rows = report.rows(families)
-    assert rows[0] == ("toys 1.2", "a", "", "", "yes, its bits", "0")
+    assert rows[0] == ("toys 1.2", "a", "", "", "yes, its bits", "0 of 1")
     assert rows[1][4:] == ("yes, to rounding", "1e-07 of 2; ITS BITS DEPEND ON COMPANY")
     assert rows[2][4] == "refused"
     narrow = report._seen({**results[0], "rows": [2]})
-    assert narrow == ("yes, its bits", "0; in launches of 2 rows")
+    assert narrow == ("yes, its bits", "0 of 1; in launches of 2 rows")
     assert len(rows[2][5]) == 220
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")

@@ -31,18 +31,17 @@ def network(net: Any, sample: tuple[int, ...] = (40,)) -> Case:
     return Case(model, whole, "carry", lambda rng, steps: 3 * rng.random((steps, *sample)))
 
 
-def dense(*neurons: Any) -> Any:
-    """Two dense layers, each with its neurons."""
-    return jp.Sequential(
-        jp.Dense(40, 32, key=FIRST), neurons[0], jp.Dense(32, 5, key=SECOND), neurons[1]
-    )
+def dense(*neurons: Any, gain: float = 6.0) -> Any:
+    """Two dense layers, each with its neurons; the gain is what makes a deep network fire."""
+    first = jp.Dense(40, 32, key=FIRST, gain=gain)
+    return jp.Sequential(first, neurons[0], jp.Dense(32, 5, key=SECOND, gain=gain), neurons[1])
 
 
 CASES: Cases = {
     "LIF": lambda: network(dense(jp.LIF(tau=3.0), jp.LIF(tau=3.0))),
     "ALIF": lambda: network(dense(jp.ALIF(tau=3.0, tau_a=20.0), jp.LeakyIntegrator(tau=5.0))),
     "LinearLIF": lambda: network(dense(jp.LinearLIF(tau=3.0), jp.LeakyIntegrator(tau=5.0))),
-    "Izhikevich": lambda: network(dense(jp.Izhikevich(), jp.LeakyIntegrator(tau=5.0))),
+    "Izhikevich": lambda: network(dense(jp.Izhikevich(), jp.LeakyIntegrator(tau=5.0), gain=30.0)),
     "convolutional": lambda: network(
         jp.Sequential(
             jp.Conv2d(2, 8, 3, key=FIRST, stride=2),

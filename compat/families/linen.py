@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from compat.case import Case, Cases
 from slotstream_worker import models
 
-PACKAGE = "flax"
+PACKAGE, NAME = "flax", "flax.linen"
 KEY = jax.random.key(3)
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from compat.case import Case, Cases
 from slotstream_worker import models
 
-PACKAGE = "flax"
+PACKAGE, NAME = "flax", "flax.nnx"
 
 
 def cell(kind: Any) -> Case:
