@@ -152,6 +152,7 @@ def test_sessions_that_are_always_under_way_change_between_two_of_their_frames(
         mixed.append(len({h.weights for h in sessions})) or of(sessions)
     )
     load = Load(redis_url, model, sessions=24, rate_hz=None, most=4000)
+    load.on(model.weights)
     for version, tree in trees.items():
         publish(client, tree, version=version)
         load.on(version, 60)
