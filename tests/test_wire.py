@@ -1109,6 +1109,7 @@ def test_when_all_sessions_are_closed_nothing_of_them_is_left(url, start, stream
     wire.call("DEL", wire.key("in", a))
     name = worker.worker.config.worker
     stay = {"empty:config", *map(wire.key, ("control", "epoch", "workers", f"lease:{name}"))}
+    stay |= {"empty:weights:{empty}:workers", f"empty:weights:{{empty}}:worker:{name}"}
     ends = {wire.key(kind, s) for kind in ("out", "slot") for s in (a, b, c, d, late)}
 
     def keys() -> set[str]:
