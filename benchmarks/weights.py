@@ -41,6 +41,7 @@ from slotstream_worker.weights.manifest import Manifest
 from slotstream_worker.weights.plan import build
 from slotstream_worker.weights.staging import Staging
 from slotstream_worker.weights.transports import Chunks, Paths, Peers
+from slotstream_worker.weights.transports.paths import PIECE_BYTES
 from slotstream_worker.weights.transports.peers import Peer, PeerServer
 from slotstream_worker.worker import Worker
 
@@ -292,12 +293,12 @@ def _plain_redis(client: Client) -> Callable[[], None]:
 
 def _plain_file(folder: Path) -> Callable[[], None]:
     (path,) = folder.rglob("*.safetensors")
-    buffer = bytearray(path.stat().st_size)
+    buffer = np.empty(path.stat().st_size, np.uint8).data
 
     def read() -> None:
         with path.open("rb", buffering=0) as file:
             at = 0
-            while count := file.readinto(memoryview(buffer)[at:]):
+            while count := file.readinto(buffer[at : at + PIECE_BYTES]):
                 at += count
 
     return read
@@ -305,7 +306,7 @@ def _plain_file(folder: Path) -> Callable[[], None]:
 
 def _plain_socket(nbytes: int) -> Callable[[], None]:
     data = memoryview(bytes(nbytes))
-    buffer = memoryview(bytearray(nbytes))
+    buffer = np.empty(nbytes, np.uint8).data
 
     def read() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
