@@ -162,6 +162,12 @@ def test_names_match_up_to_their_separators_and_a_leading_params():
     }
     assert over == ["x"]
     assert match(["w", "0/b"], ["params/w", "0.b"])[0] == {"w": "params/w", "0/b": "0.b"}
+    nnx = ["dense/kernel/value", "dense/bias/value"]
+    assert match(nnx, ["dense.kernel", "dense/bias/value"])[0] == {
+        "dense/kernel/value": "dense.kernel",
+        "dense/bias/value": "dense/bias/value",
+    }
+    assert match(["params/w", "w"], ["w", "params.w"])[0] == {"w": "w", "params/w": "params.w"}
     with pytest.raises(BadWeights, match="two tensors are meant"):
         match(leaves, ["Dense_0/kernel", "params/Dense_0/kernel"])
 

@@ -44,22 +44,21 @@ def match(leaves: Sequence[str], tensors: Iterable[str]) -> tuple[dict[str, str]
     """Which tensor belongs to each of the model's leaves, and the tensors that belong to none.
 
     Names are equal up to `/` or `.` between their parts. A leading `params` may be missing on
-    either side, as where a file holds the parameters alone.
+    either side, as where a file holds the parameters alone, and so may a last `value`, in which
+    nnx keeps the array of a Variable.
 
     Raises:
         BadWeights: two tensors for one leaf.
     """
-    wanted: dict[tuple[str, ...], str] = {words(leaf): leaf for leaf in leaves}
-    bare = {
-        key[1:]: leaf for key, leaf in wanted.items() if key[:1] == ("params",) and len(key) > 1
-    }
+    wanted: dict[tuple[str, ...], str] = {}
+    for leaf in leaves:
+        for key in _spellings(words(leaf)):
+            wanted.setdefault(key, leaf)
+    wanted.update({words(leaf): leaf for leaf in leaves})  # a leaf's own name before any other's
     found: dict[str, str] = {}
     over: list[str] = []
     for tensor in tensors:
-        key = words(tensor)
-        leaf = wanted.get(key) or bare.get(key)
-        if leaf is None and key[:1] == ("params",):
-            leaf = wanted.get(key[1:])
+        leaf = next((wanted[key] for key in _spellings(words(tensor)) if key in wanted), None)
         if leaf is None:
             over.append(tensor)
         elif leaf in found:
@@ -69,6 +68,14 @@ def match(leaves: Sequence[str], tensors: Iterable[str]) -> tuple[dict[str, str]
         else:
             found[leaf] = tensor
     return found, over
+
+
+def _spellings(key: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """A name, and what it is without a leading `params`, a last `value`, or both."""
+    found = [key]
+    if key[:1] == ("params",) and len(key) > 1:
+        found.append(key[1:])
+    return found + [name[:-1] for name in found if name[-1:] == ("value",) and len(name) > 1]
 
 
 def flatten(tree: Mapping[str, object] | object, name: str = "") -> dict[str, object]:
