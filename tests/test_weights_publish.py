@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
+import time
 
 import flax.serialization
 import ml_dtypes
 import numpy as np
 import pytest
+import redis
 from safetensors.numpy import save_file
 
 from conftest import wait_until
@@ -528,6 +531,58 @@ def redis_server_on_disk():
 
     with EmbeddedRedis(append_only=True) as server:
         yield server.url, server
+
+
+def test_staging_outlasts_an_outage_that_is_longer_than_anybodys_patience(redis_server_on_disk):
+    url, server = redis_server_on_disk
+    tree = {"w": np.random.default_rng(0).normal(size=(600, 1024)).astype(np.float32),
+            "v": np.arange(7, dtype=np.float32)}  # fmt: skip
+    bench = Bench(url, holder(zeros_like(tree)))
+    with Client(url, patience_s=10) as client:
+        publish(client, tree, version="v1")
+    fetcher, beats = bench.receiver.fetcher, []
+    beat = fetcher._beat
+
+    def beat_and_kill():
+        beats.append(1)
+        if len(beats) == 2:
+            server.kill()
+            threading.Timer(2.5, server.start).start()
+        fetcher._ticked_at = 0.0
+        beat()
+
+    fetcher._beat = beat_and_kill
+    deadline = time.monotonic() + 30
+    came: list[str] = []
+    while not came and time.monotonic() < deadline:
+        with contextlib.suppress(redis.RedisError):
+            came = bench.look()
+    assert came == ["v1"]
+    assert_bits(bench.variables("v1"), tree)
+    assert bench.receiver.updates["v1"].state == "verified"
+    assert fetcher.staging_bytes == 0
+    bench.close()
+
+
+def test_a_device_that_is_full_refuses_here_and_the_next_version_comes(client, bench, catalogue):
+    fetcher = bench.receiver.fetcher
+    layout = fetcher.layout
+
+    class Full(type(layout)):
+        def place(self, _buffers):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory on the device")
+
+    publish(client, small(1), version="v1")
+    fetcher.layout = Full(layout.leaves, layout.like)
+    for _ in range(3):
+        bench.receiver._again_at.clear()
+        assert bench.look() == []
+    assert "RESOURCE_EXHAUSTED" in bench.receiver.failed["v1"]
+    assert bench.receiver.updates["v1"].state == "refused"
+    assert fetcher.staging_bytes == 0
+    fetcher.layout = layout
+    publish(client, small(2), version="v2")
+    assert bench.look() == ["v2"]
 
 
 # The canary

@@ -51,10 +51,10 @@ def match(leaves: Sequence[str], tensors: Iterable[str]) -> tuple[dict[str, str]
         BadWeights: two tensors for one leaf.
     """
     wanted: dict[tuple[str, ...], str] = {}
-    for leaf in leaves:
-        for key in _spellings(words(leaf)):
-            wanted.setdefault(key, leaf)
-    wanted.update({words(leaf): leaf for leaf in leaves})  # a leaf's own name before any other's
+    for name in leaves:
+        for key in _spellings(words(name)):
+            wanted.setdefault(key, name)
+    wanted.update({words(name): name for name in leaves})  # a leaf's own name before any other's
     found: dict[str, str] = {}
     over: list[str] = []
     for tensor in tensors:

@@ -144,7 +144,7 @@ class Receiver:
             except Stopped:
                 break
             except Exception as error:
-                known = isinstance(error, redis.RedisError | OSError) and passes(error)
+                known = _passes(error)
                 if not self._failing:
                     log.warning("weights cannot be looked for: %s", error, exc_info=not known)
                 self._failing = True
@@ -233,7 +233,14 @@ class Receiver:
         update.tries += 1
         try:
             held = self.fetcher.fetch(update)
-        except (Refused, BadWeights, MemoryError) as error:
+        except Stopped:
+            raise
+        except Exception as error:
+            if _passes(error):
+                if update.state in ("planned", "staging"):
+                    update.to("discovered", str(error))
+                update.tries -= 1
+                raise
             self._refused(update, error)
             return
         finally:
@@ -253,7 +260,8 @@ class Receiver:
             self._again_at[version] = time.monotonic() + _WAITED_S
             update.to("refused", reason)
             return
-        local = isinstance(error, MemoryError) or (
+        # Memory of the host or the device, say, which another worker may have.
+        local = not isinstance(error, Refused | BadWeights) or (
             isinstance(error, Refused) and error.phase in ("staging", "digest", "lease")
         )
         lost = isinstance(error, Refused) and error.phase == "lease"
@@ -294,7 +302,11 @@ class Receiver:
         """Between pieces of a transfer: heed a stop, renew what must not run out."""
         if self._stop.is_set():
             raise Stopped
-        self._report()
+        try:
+            self._report()
+        except (redis.RedisError, OSError) as error:
+            if not passes(error):
+                raise
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -324,3 +336,8 @@ class Receiver:
             "token": server.token if server else "",
             "served_bytes": server.served_bytes if server else 0,
         }  # fmt: skip
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an error is an outage, which passes by itself."""
+    return isinstance(error, redis.RedisError | OSError) and passes(error)
