@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.launch import Launched, Launcher
 from slotstream_worker.engine.model import random_frames
 from slotstream_worker.engine.pool import Plan, Pool
-from slotstream_worker.engine.probe import Measured, Probe, candidates, probe
+from slotstream_worker.engine.probe import Measured, Probe, _apart, _why, candidates, probe
 
 LAUNCH_MS = cover_module._LAUNCH_MS
 
@@ -443,3 +444,28 @@ def test_nothing_compiles_while_a_stream_server_serves() -> None:
             for session in sessions:
                 server.close(session)
     assert seen == []
+
+
+# What it says where no row count does
+
+
+@pytest.mark.parametrize(
+    ("off", "words"),
+    [
+        (0.4, "depend on the other sessions in the batch .*0.4.*train=False"),
+        (float("inf"), "depend on the other sessions"),
+        (3e-7, "launches of 1, 4 rows .* rounded by its place in the batch .*3e-07.*--row-counts"),
+    ],
+)
+def test_rounding_by_place_is_told_from_rows_that_mix(off, words) -> None:
+    alone, shared = Measured(1, 0.1, "a", True), Measured(4, 0.1, "b", False, off)
+    assert re.search(words, _why(Probe((), "", (alone, shared))))
+
+
+def test_how_far_two_runs_are_apart_is_of_their_largest_value() -> None:
+    a = [[np.float32([1, -4]), np.int32([2])], [np.float32([np.nan, 0.5])]]
+    b = [[np.float32([1, -4]), np.int32([2])], [np.float32([np.nan, 0.7])]]
+    assert _apart(a, a) == 0
+    assert _apart(a, b) == pytest.approx(0.2 / 4)
+    assert _apart(a, [a[0], [np.float32([1, 0.5])]]) == float("inf")
+    assert _apart([[np.zeros(2)]], [[np.float64([0, 1e-9])]]) == 1

@@ -13,6 +13,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -32,19 +34,25 @@ HALF = 128
 TOP = 1024
 """The largest candidate on a CPU, where small launches are the faster ones."""
 _REPEATS = 5
+_ROUNDING = 1e-3
+"""A difference up to this, of the largest value, is put down to rounding."""
+
+Arrays = list[np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Measured:
     """What the probe saw of one row count: `digest` of all it computed, `ms` a launch.
 
-    `steady` is False where a row's result depended on its position or its neighbours.
+    `steady` is False where a row's result depended on its position or its neighbours, and `off` is
+    then by how much, of the largest value.
     """
 
     count: int
     ms: float
     digest: str
     steady: bool
+    off: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,15 +115,27 @@ def probe(
     # A launch of one row has no company, so it says nothing about a model that mixes rows.
     shared = [m.steady for m in measured if m.count > 1]
     if not found.groups or (shared and not any(shared)):
-        raise CannotStream(
-            f"{launcher.model.name} cannot be served: a session's outputs depend on the other "
-            "sessions in the batch. A model that normalises or mixes over the batch axis cannot "
-            "be served; use its running statistics (train=False) instead. (Where only last bits "
-            "differ, other row counts may do: --row-counts 16,64)"
-        )
+        raise CannotStream(f"{launcher.model.name} cannot be served: {_why(found)}")
     chosen = min(found.groups, key=lambda group: _burden(found, group, pool.slots))
     digest = next(m.digest for m in measured if m.count in chosen)
     return Probe(chosen, digest, tuple(measured))
+
+
+def _why(found: Probe) -> str:
+    """What it means that no row count gives a row the same bits in any company."""
+    off = max(m.off for m in found.measured if not m.steady)
+    if off > _ROUNDING:
+        return (
+            "a session's outputs depend on the other sessions in the batch (by up to "
+            f"{off:.2g} of the largest value). A model that normalises or mixes over the batch "
+            "axis cannot be served; use its running statistics (train=False) instead"
+        )
+    tried = ", ".join(str(m.count) for m in found.measured)
+    return (
+        f"with launches of {tried} rows a session's outputs are rounded by its place in the "
+        f"batch (by up to {off:.2g} of the largest value), so that a replay would not be exact. "
+        "Other row counts may do: try --row-counts 2,8,32"
+    )
 
 
 def _burden(found: Probe, group: Sequence[int], slots: int) -> float:
@@ -129,10 +149,27 @@ def _burden(found: Probe, group: Sequence[int], slots: int) -> float:
 def _measure(launcher: Launcher, pool: Pool, count: int) -> Measured:
     straight = _run(launcher, pool, count, seed=1)
     shuffled = _run(launcher, pool, count, seed=2)
-    return Measured(count, _time(launcher, pool, count), _digest(straight), straight == shuffled)
+    digest, steady = _digest(straight), _digest(straight) == _digest(shuffled)
+    off = 0.0 if steady else _apart(straight, shuffled)
+    return Measured(count, _time(launcher, pool, count), digest, steady, off)
 
 
-def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
+def _apart(one: list[Arrays], other: list[Arrays]) -> float:
+    """The largest difference, relative to the largest value; infinite for NaN in one alone."""
+    largest = scale = 0.0
+    for a, b in zip(chain.from_iterable(one), chain.from_iterable(other), strict=True):
+        kind = np.complex128 if a.dtype.kind == "c" else np.float64
+        x, y = a.astype(kind), b.astype(kind)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(np.isnan(x) & np.isnan(y), 0.0, np.abs(x - y))
+        if np.isnan(difference).any():
+            return float("inf")
+        largest = max(largest, float(difference.max(initial=0.0)))
+        scale = max(scale, float(np.nanmax(np.abs(x), initial=0.0)))
+    return largest / scale if scale else float(largest > 0)
+
+
+def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[Arrays]:
     """Every followed session's outputs and last state, in launches of `count` rows.
 
     Where a session sits, and who sits beside it, comes from `seed`; some neighbours are NaN.
@@ -145,7 +182,7 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
     together = min(count, pool.slots)
     groups = [order[start : start + together] for start in range(0, ROWS, together)]
     seats = [rng.permutation(count)[: len(group)] for group in groups]
-    results: list[list[bytes]] = [[] for _ in range(ROWS)]
+    results: list[Arrays] = [[] for _ in range(ROWS)]
     states = [b""] * ROWS
     for frames in streams:
         for group, seat in zip(groups, seats, strict=True):
@@ -165,18 +202,18 @@ def _run(launcher: Launcher, pool: Pool, count: int, seed: int) -> list[bytes]:
             outputs = ran.wait()
             after = model.spec.pack([np.asarray(array)[seat] for array in ran.rows], len(group))
             for k, place, state in zip(group, seat, after, strict=True):
-                results[k] += [
-                    np.ascontiguousarray(array[place]).tobytes() for array in outputs.values()
-                ]
+                results[k] += [np.ascontiguousarray(array[place]) for array in outputs.values()]
                 states[k] = state
             pool.release(group)
-    return [b"".join([*parts, state]) for parts, state in zip(results, states, strict=True)]
+    for parts, state in zip(results, states, strict=True):
+        parts += [np.ascontiguousarray(leaf[0]) for leaf in model.spec.unpack([state])]
+    return results
 
 
-def _digest(results: Iterable[bytes]) -> str:
+def _digest(results: list[Arrays]) -> str:
     digest = hashlib.sha256()
-    for part in results:
-        digest.update(part)
+    for part in chain.from_iterable(results):
+        digest.update(part.tobytes())
     return digest.hexdigest()[:16]
 
 
