@@ -47,6 +47,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 pytest.register_assert_rewrite("slot_table.model", "slot_table.ledger", "slot_table.world")
 
 
+_COMPUTE = {
+    *("adapters", "cancel_script", "check_command", "compat", "demo_network", "engine_parity"),
+    *("examples", "inputs_and_tails", "layouts", "nir_files", "nir_fuzz", "nir_references"),
+    *("nir_semantics", "pool", "probe", "protocol_model", "refusals", "seeds", "slot_control"),
+    *("slot_machine", "slot_owners", "slot_table", "sparx_runs", "stream_server", "variables"),
+    *("vectors", "weights_manifest", "weights_reshard"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the modules whose tests wait for nothing but the processor."""
+    for item in items:
+        if item.path.stem.removeprefix("test_") in _COMPUTE:
+            item.add_marker(pytest.mark.compute)
+
+
 def wait_until(predicate: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
     """Poll until `predicate` gives something true; returns it."""
     deadline = time.monotonic() + timeout_s
