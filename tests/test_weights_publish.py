@@ -547,7 +547,7 @@ def test_staging_outlasts_an_outage_that_is_longer_than_anybodys_patience(redis_
         beats.append(1)
         if len(beats) == 2:
             server.kill()
-            threading.Timer(2.5, server.start).start()
+            threading.Timer(5.0, server.start).start()
         fetcher._ticked_at = 0.0
         beat()
 
