@@ -535,7 +535,7 @@ def redis_server_on_disk():
 
 def test_staging_outlasts_an_outage_that_is_longer_than_anybodys_patience(redis_server_on_disk):
     url, server = redis_server_on_disk
-    tree = {"w": np.random.default_rng(0).normal(size=(600, 1024)).astype(np.float32),
+    tree = {"w": np.random.default_rng(0).normal(size=(4000, 1024)).astype(np.float32),
             "v": np.arange(7, dtype=np.float32)}  # fmt: skip
     bench = Bench(url, holder(zeros_like(tree)))
     with Client(url, patience_s=10) as client:
@@ -547,7 +547,7 @@ def test_staging_outlasts_an_outage_that_is_longer_than_anybodys_patience(redis_
         beats.append(1)
         if len(beats) == 2:
             server.kill()
-            threading.Timer(2.5, server.start).start()
+            threading.Timer(5.0, server.start).start()
         fetcher._ticked_at = 0.0
         beat()
 
