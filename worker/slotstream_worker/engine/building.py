@@ -119,6 +119,8 @@ def _abstract(
     what = "from rest" if state is None else "from the state of the frame before"
     try:
         return jax.eval_shape(apply, variables, state, frames)
+    except CannotStream as error:  # an adapter knows better why
+        raise CannotStream(f"{name} cannot be served: {error}") from None
     except Exception as error:
         raise CannotStream(
             f"{name} cannot be served: one frame {list(shape)} "
