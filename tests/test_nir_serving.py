@@ -129,7 +129,7 @@ def test_options_come_from_the_environment_too(path):
         (("nir:{path}", "--dt", "0.1"), "forward Euler grows without bound where dt=0.1"),
         (("nir:{path}", "--dt", "1", "--semantics", "sinabs"), "verified for IF and not for LIF"),
         (("slotstream_worker.demo.serving:model", "--dt", "1"), "takes no options of its own"),
-        (("neural",), "or nir:FILE; got 'neural'"),
+        (("neural",), "or nir:FILE, sparx:RUN; got 'neural'"),
     ],
 )
 def test_a_no_says_why(path, arguments, message):
@@ -166,7 +166,8 @@ def test_a_worker_says_what_is_wrong_with_a_file_and_leaves(path, caplog, monkey
 
 def test_every_option_is_of_a_scheme_and_explained():
     taken = frozenset().union(*(scheme.takes for scheme in SCHEMES.values()))
-    assert taken == frozenset(TargetOptions.__dataclass_fields__)
+    of_any_target = {"variables"}
+    assert taken | of_any_target == frozenset(TargetOptions.__dataclass_fields__)
     for command in (check, worker):
         helps = {param.name: getattr(param, "help", None) for param in command.params}
         assert all(helps[name] for name in taken)
