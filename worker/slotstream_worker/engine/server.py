@@ -13,19 +13,20 @@ without a frame keeps its row exactly. Cost follows the rows that run, not the s
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.futures import FrameFuture, Futures
 from slotstream_worker.engine.inputs import pack
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.models.linen import linen
 from slotstream_worker.engine.state import Tree
 
-Waiting = tuple[np.ndarray[Any, Any], "Future[Any]"]
+Waiting = tuple[np.ndarray[Any, Any], FrameFuture]
 
 
 class StreamServer:
@@ -101,6 +102,8 @@ class StreamServer:
         self.pending: dict[int, collections.deque[Waiting]] = {}
         self._waiting: dict[int, None] = {}  # sessions with frames: a step looks at no others
         self._next = 0
+        self._futures = Futures()
+        self._dtype, self._shape = np.dtype(self.model.dtype), self.model.frame_shape
 
     @property
     def state(self) -> Tree:
@@ -153,6 +156,11 @@ class StreamServer:
             ValueError: a frame of another shape or kind.
         """
         self._check(session)
+        future = self._futures.new()
+        if type(frame) is np.ndarray and frame.dtype is self._dtype and frame.shape == self._shape:
+            self.pending[session].append((frame.copy(), future))  # the usual frame
+            self._waiting[session] = None
+            return future
         if self.model.inputs and isinstance(frame, Mapping):
             frame = self._packed(frame)
         array = np.asarray(frame)
@@ -164,7 +172,6 @@ class StreamServer:
                 f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
                 "to it without loss of kind"
             )
-        future: Future[Any] = Future()
         # A copy: the caller may use its buffer for the next frame before this one runs.
         self.pending[session].append((np.array(array, self.model.dtype, order="C"), future))
         self._waiting[session] = None
@@ -188,7 +195,7 @@ class StreamServer:
         """Run the oldest waiting frame of every session that has one; returns how many ran."""
         sessions: list[int] = []
         frames: list[np.ndarray[Any, Any]] = []
-        futures: list[Future[Any]] = []
+        futures: list[FrameFuture] = []
         for session in list(self._waiting):
             if claimed := self._claim(session):
                 sessions.append(session)
@@ -203,15 +210,17 @@ class StreamServer:
                 future.set_exception(error)
             raise
         for launch in ran:
+            # Copies, so that a result kept does not keep its whole round alive.
+            rows: Iterable[Any]
             if self.model.single:
-                # Copies, so that a result kept does not keep its whole round alive.
-                for k, row in zip(launch.positions, launch.outputs["output"], strict=True):
-                    futures[k].set_result(row.copy())
-                continue
-            for n, k in enumerate(launch.positions):
-                futures[k].set_result(
-                    {name: array[n].copy() for name, array in launch.outputs.items()}
-                )
+                rows = [row.copy() for row in launch.outputs["output"]]
+            else:
+                names = list(launch.outputs)
+                parts = zip(*launch.outputs.values(), strict=True)
+                rows = [
+                    dict(zip(names, [array.copy() for array in row], strict=True)) for row in parts
+                ]
+            self._futures.resolve([futures[k] for k in launch.positions], rows)
         return len(sessions)
 
     def run(self) -> None:
@@ -231,7 +240,7 @@ class StreamServer:
         queue, claimed = self.pending[session], None
         while queue and claimed is None:
             frame, future = queue.popleft()
-            if future.set_running_or_notify_cancel():
+            if self._futures.claim(future):
                 claimed = frame, future
         if not queue:
             del self._waiting[session]
