@@ -293,6 +293,32 @@ def test_row_counts_are_at_least_one(counts: str) -> None:
     assert result.exit_code == 2, "a usage error, before anything is compiled"
 
 
+def test_several_inputs_are_listed_by_name(module) -> None:
+    module(
+        "twofold",
+        HEAD
+        + """
+def model():
+    def step(w, carry, x):
+        told = x["audio"] * x["talk"].astype(jnp.float32)[..., None]
+        sums = carry[None] + jnp.cumsum(told, axis=0)
+        return sums[-1], sums
+
+    return models.carry(
+        step, lambda batch: jnp.zeros((batch, 3)), {}, frame=2,
+        sample_shape={"talk": (), "audio": (3,)}, dtype={"talk": "bool", "audio": "float32"},
+        outputs="last",
+    )
+""",
+    )
+    result = run_check("twofold:model", "--slots", "4", "--row-counts", "4")
+    text = words(result.output)
+    assert "input audio │ float32 [2, 3]" in text, text
+    assert "input talk │ bool [2]" in text
+    assert "output output │ float32 [3]" in text
+    assert "frame │" not in text
+
+
 # What is compared
 
 

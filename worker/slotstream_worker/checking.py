@@ -96,7 +96,10 @@ def _takes(model: StreamModel) -> Table:
     table = Table(title=model.name, title_justify="left", show_header=False)
     table.add_column()
     table.add_column()
-    table.add_row("frame", f"{model.dtype.name} {list(model.frame_shape)}")
+    if not model.inputs:
+        table.add_row("frame", f"{model.dtype.name} {list(model.frame_shape)}")
+    for one in model.inputs:
+        table.add_row(f"input {one.name}", f"{one.dtype.name} {[model.frame, *one.shape]}")
     for output in model.outputs:
         table.add_row(f"output {output.name}", f"{output.dtype.name} {list(output.shape)}")
     for leaf in model.spec.leaves:
