@@ -44,9 +44,9 @@ def memory(run: Run) -> Iterator[Figure]:
         _live_through(worker, client, redis.url, [f"w{k}" for k in range(64)])
         empty = _settled(client)
 
-        def note(key: str, what: str, count: int, before: int) -> Figure:
+        def note(key: str, what: str, count: int, before: int, beside: int = 0) -> Figure:
             advance()
-            value = Spread.of([(_used(client) - before) / count])
+            value = Spread.of([(_used(client) - before) / count - beside])
             return Figure(key, f"Redis a session: {what}", "", value, unit="B", better="less")
 
         names = [f"s{k}" for k in range(many)]
@@ -60,7 +60,9 @@ def memory(run: Run) -> Iterator[Figure]:
         _turn_until(worker, lambda: backlog.replies() >= 2 * many)
         _turn_for(worker, 1.1)  # the checkpoints
         backlog.trim()
-        yield note("memory.redis", "open, one frame run and saved, replies read", many, empty)
+        state = worker.model.spec.row_bytes
+        what = "open, one frame run and saved, replies read, beside its state"
+        yield note("memory.redis", what, many, empty, beside=state)
         for name in names:
             client.app.close(name)
         _turn_until(worker, lambda: value_of(worker.metrics.sessions) == 0)
