@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slotstream_worker.engine.distance import apart
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.model import StreamModel, named
 from slotstream_worker.engine.seeds import started
@@ -143,20 +144,16 @@ def _joined(parts: list[Arrays]) -> Arrays:
 
 
 def _differ(what: str, against: str, one: list[Arrays], other: list[Arrays]) -> Comparison:
-    unequal = elements = 0
-    largest = scale = 0.0
-    for a, b in zip(one, other, strict=True):
-        for name, x in a.items():
-            y = b[name]
-            bits = np.ascontiguousarray(x), np.ascontiguousarray(y)
-            size = x.dtype.itemsize
-            as_bytes = [array.reshape(-1).view(np.uint8).reshape(-1, size) for array in bits]
-            unequal += int((as_bytes[0] != as_bytes[1]).any(axis=1).sum())
-            elements += x.size
-            if x.size:
-                kind: Any = np.complex128 if x.dtype.kind == "c" else np.float64
-                u, v = x.astype(kind), y.astype(kind)
-                with np.errstate(invalid="ignore"):
-                    largest = max(largest, float(np.nanmax(np.abs(u - v), initial=0.0)))
-                scale = max(scale, float(np.nanmax(np.abs(v), initial=0.0)))
-    return Comparison(what, against, unequal / max(elements, 1), largest, scale)
+    pairs = [(x, b[name]) for a, b in zip(one, other, strict=True) for name, x in a.items()]
+    unequal = sum(_unequal(x, y) for x, y in pairs)
+    elements = sum(x.size for x, _ in pairs)
+    return Comparison(what, against, unequal / max(elements, 1), *apart(pairs))
+
+
+def _unequal(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
+    """Elements that are not the same bits."""
+    x, y = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, array.dtype.itemsize)
+        for array in (one, other)
+    )
+    return int((x != y).any(axis=1).sum())

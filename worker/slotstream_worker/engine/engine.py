@@ -144,7 +144,7 @@ class Engine:
             from_rest = ()
         try:
             flight = self._begin(sessions, frames, from_rest, steps, weights)
-            return replace(flight, undo=undo)
+            return replace(flight, undo=undo) if undo else flight
         except BaseException:
             self._undo(undo)
             raise
@@ -168,14 +168,14 @@ class Engine:
         sole = weights if isinstance(weights, str) else None
         if sole is not None and (has_state.all() or not has_state.any()):
             where, state = range(len(sessions)), bool(has_state[:1].all())
-            variables = self._variables(sole)
+            variables = self.versions[sole]
             self._launch(parts, sessions, frames, where, state, variables, steps)
         else:
             groups: dict[tuple[str, bool], list[int]] = {}
             for k, state in enumerate(has_state.tolist()):
                 groups.setdefault((weights[k] if sole is None else sole, state), []).append(k)
             for (version, state), places in sorted(groups.items()):
-                chosen, variables = [sessions[k] for k in places], self._variables(version)
+                chosen, variables = [sessions[k] for k in places], self.versions[version]
                 real = [steps[k] for k in places] if steps is not None else None
                 self._launch(parts, chosen, frames[places], places, state, variables, real)
         return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
@@ -195,7 +195,7 @@ class Engine:
         """
         rows = self.catch_up_rows
         plan = self.pool.plan(sessions, rows=rows)
-        block, variables = _block(frames, rows), self._variables(weights)
+        block, variables = _block(frames, rows), self.versions[weights]
         launched = self.launcher.launch_far(self.pool, plan, block, variables)
         return Flight((launched,), (range(len(sessions)),))
 
@@ -220,9 +220,6 @@ class Engine:
             launched = self.launcher.launch(self.pool, plan, block, real, variables)
             parts.append((launched, positions[part]))
             start += count
-
-    def _variables(self, version: str) -> Any:
-        return self.versions[version]
 
     def finish(self, flight: Flight) -> list[Ran]:
         """Wait for the round, then commit all of its rows; the outputs, launch by launch.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine.cover import Cover
+from slotstream_worker.engine.distance import apart
 from slotstream_worker.engine.errors import CannotStream
 from slotstream_worker.engine.launch import Launcher
 from slotstream_worker.engine.pool import Plan, Pool
@@ -155,17 +156,8 @@ def _measure(launcher: Launcher, pool: Pool, count: int) -> Measured:
 
 
 def _apart(one: list[Arrays], other: list[Arrays]) -> float:
-    """The largest difference, relative to the largest value; infinite for NaN in one alone."""
-    largest = scale = 0.0
-    for a, b in zip(chain.from_iterable(one), chain.from_iterable(other), strict=True):
-        kind = np.complex128 if a.dtype.kind == "c" else np.float64
-        x, y = a.astype(kind), b.astype(kind)
-        with np.errstate(invalid="ignore"):
-            difference = np.where(np.isnan(x) & np.isnan(y), 0.0, np.abs(x - y))
-        if np.isnan(difference).any():
-            return float("inf")
-        largest = max(largest, float(difference.max(initial=0.0)))
-        scale = max(scale, float(np.nanmax(np.abs(x), initial=0.0)))
+    """The largest difference of two runs, of their largest value."""
+    largest, scale = apart(zip(chain(*one), chain(*other), strict=True))
     return largest / scale if scale else float(largest > 0)
 
 

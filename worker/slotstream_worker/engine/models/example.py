@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slotstream_worker.engine.building import build
 from slotstream_worker.engine.model import SampleShape, StreamModel
-from slotstream_worker.engine.models.starts import batch_of
+from slotstream_worker.engine.models.carry import carry
 from slotstream_worker.engine.picks import Pick
-from slotstream_worker.engine.seeds import Seeding
 from slotstream_worker.engine.state import Tree
 
 Step = Callable[[Tree, Tree, Any], tuple[Tree, Any]]
@@ -66,22 +64,15 @@ def example(
             return step(weights, state, frames)
         return jax.lax.scan(lambda s, x: step(weights, s, x), state, frames)
 
-    def apply(weights: Tree, state: Tree | None, frames: Any) -> tuple[Any, Tree]:
-        if state is None:
-            state = start(batch_of(frames))
-        after, ys = jax.vmap(over_frame, in_axes=(None, 0, 1), out_axes=(0, 1))(
-            weights, state, frames
-        )
-        return ys, after
-
-    called = name or str(getattr(step, "__name__", type(step).__name__))
-    return build(
-        called,
-        apply,
+    return carry(
+        jax.vmap(over_frame, in_axes=(None, 0, 1), out_axes=(0, 1)),
+        start,
         variables,
         frame=frame,
         sample_shape=sample_shape,
         dtype=dtype,
         outputs=outputs,
-        seeding=Seeding(seed, key, start) if key else None,
+        key=key,
+        seed=seed,
+        name=name or str(getattr(step, "__name__", type(step).__name__)),
     )
