@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -162,13 +163,9 @@ class NamedFrames:
 
     def pack(self, arrays: Mapping[str, Array]) -> NDArray[np.uint8]:
         """Arrays `[..., frame, *sample_shape]` by name as bytes `[..., frame, step]`."""
-        found = []
-        for name, part in self.parts.items():
-            array = np.ascontiguousarray(arrays[name], part.dtype)
-            axes = array.ndim - (len(part.shape) - 1)
-            step = part.nbytes // part.shape[0]
-            found.append(array.reshape(-1).view(np.uint8).reshape(*array.shape[:axes], step))
-        return np.concatenate(found, axis=-1)
+        return pack(
+            [(name, part.dtype, part.shape[1:]) for name, part in self.parts.items()], arrays
+        )
 
     def unpack(self, frames: Array) -> dict[str, Array]:
         """Inverse of `pack`."""
@@ -185,6 +182,25 @@ class NamedFrames:
         """One frame's arrays by name; raises `BadFrame`."""
         payload = np.frombuffer(self.payload(raw), np.uint8)
         return self.unpack(payload.reshape(self.shape))
+
+
+def pack(
+    inputs: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], arrays: Mapping[str, Any]
+) -> NDArray[np.uint8]:
+    """Arrays `[..., *sample_shape]` by name as bytes `[..., step]`, in the order of `inputs`.
+
+    Args:
+        inputs: name, dtype and sample shape of each.
+        arrays: by name; of the same leading axes.
+    """
+    parts = []
+    for name, dtype, shape in inputs:
+        array = np.ascontiguousarray(arrays[name], dtype)
+        leading = array.shape[: array.ndim - len(shape)]
+        parts.append(
+            array.reshape(-1).view(np.uint8).reshape(*leading, prod(shape) * dtype.itemsize)
+        )
+    return np.concatenate(parts, axis=-1)
 
 
 AnyFrames = FrameCodec | NamedFrames

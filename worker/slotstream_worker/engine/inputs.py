@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slotstream import named
+
 
 @dataclass(frozen=True)
 class Input:
@@ -72,9 +74,4 @@ def _typed(data: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 def pack(inputs: tuple[Input, ...], arrays: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """Bytes `[..., step]` of arrays `[..., *sample_shape]` by name; inverse of `unpack`."""
-    parts = []
-    for one in inputs:
-        array = np.ascontiguousarray(arrays[one.name], one.dtype)
-        leading = array.shape[: array.ndim - len(one.shape)]
-        parts.append(array.reshape(-1).view(np.uint8).reshape(*leading, one.nbytes))
-    return np.concatenate(parts, axis=-1)
+    return named.pack([(one.name, one.dtype, one.shape) for one in inputs], arrays)
