@@ -12,6 +12,7 @@ from serving_models import served
 from slotstream import Client
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine import catchup
+from slotstream_worker.engine.catchup import CatchUp
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.worker import Worker
 
@@ -65,11 +66,11 @@ def test_a_backlog_is_caught_up_several_frames_a_launch_in_the_same_bits(redis_u
     config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8)
     worker = Worker(config, model)
     worker.prepare()
-    assert worker.engine.catch_up_rows == 4
+    assert worker.engine.catch_up == CatchUp(4, catchup.FRAMES)
     deep = []
     begin_far = worker.engine.begin_far
-    worker.engine.begin_far = lambda names, *rest: (
-        deep.append(len(names)) or begin_far(names, *rest)
+    worker.engine.begin_far = lambda names, frames, *rest: (
+        deep.append(frames.shape[:2]) or begin_far(names, frames, *rest)
     )
     with Client(redis_url, window=64) as client:
         sessions = client.open_many(list(streams))
@@ -81,7 +82,8 @@ def test_a_backlog_is_caught_up_several_frames_a_launch_in_the_same_bits(redis_u
         replies = {s.id: [r.output for r in s.replies(10)] for s in sessions}
     worker.drain()
     worker.close()
-    assert sum(deep) * catchup.FRAMES > 120, "most of it was caught up"
+    assert sum(rows * frames for rows, frames in deep) > 120, "most of it was caught up"
+    assert max(frames for _, frames in deep) > 4
     calm = Engine(model, 8)
     calm.prepare((4,))
     calm.pool.admit(streams)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slotstream.arguments import LENGTHS, argument
 from slotstream.endpoint import passes
-from slotstream.exchange import LENGTHS, argument
 from slotstream.ids import EntryId
 
 if TYPE_CHECKING:

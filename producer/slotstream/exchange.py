@@ -17,14 +17,6 @@ from redis.connection import DefaultParser
 
 _READ_BYTES = 2**18
 
-LENGTHS = [b"%d\r\n" % n for n in range(512)]
-"""The length of a short argument, as it stands between `$` and the argument."""
-
-
-def argument(value: bytes) -> bytes:
-    """One argument of a command, as Redis reads it."""
-    return b"$%d\r\n%b\r\n" % (len(value), value)
-
 
 class Exchange:
     """One connection of a pool, held while commands are sent and answered.

@@ -17,7 +17,7 @@ import hiredis
 import redis
 from redis.exceptions import NoScriptError, ResponseError
 
-Arg = bytes | str | int | float
+from slotstream.arguments import Arg, Arguments
 
 _NOTHING = object()
 
@@ -35,9 +35,13 @@ class Script:
         return hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324 (Redis's own choice)
 
 
-def _packed(command: tuple[Arg, ...]) -> bytes:
+def _packed(command: tuple[Arg, ...], more: Arguments | None = None) -> bytes:
+    """A command's bytes; `more` are its last arguments."""
     packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # it takes any mixture
-    return packed
+    if more is None:
+        return packed
+    rest = packed[packed.index(b"\n") + 1 :]
+    return b"".join([b"*%d\r\n" % (len(command) + more.count), rest, *more.parts])
 
 
 class Line:
@@ -167,20 +171,33 @@ class Line:
                 answers.append(error)
         return answers
 
-    def send_script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> None:
-        """Send a script by its digest; `receive` raises `NoScriptError` where it is not known.
+    def send_script(
+        self,
+        script: Script,
+        keys: Sequence[Arg],
+        args: Sequence[Arg],
+        more: Arguments | None = None,
+    ) -> None:
+        """Send a script by its digest, `more` being its last arguments.
 
-        A restarted or promoted Redis has forgotten every script, so this may happen at any call.
-        Nothing was carried out then, and `send_whole` sends it again.
+        `receive` raises `NoScriptError` where Redis does not know it. A restarted or promoted Redis
+        has forgotten every script, so this may happen at any call. Nothing was carried out then,
+        and `send_whole` sends it again.
         """
         sha = self._shas.get(script.name)
         if sha is None:
             sha = self._shas[script.name] = script.sha
-        self.send("EVALSHA", sha, len(keys), *keys, *args)
+        self._send(_packed(("EVALSHA", sha, len(keys), *keys, *args), more))
 
-    def send_whole(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> None:
+    def send_whole(
+        self,
+        script: Script,
+        keys: Sequence[Arg],
+        args: Sequence[Arg],
+        more: Arguments | None = None,
+    ) -> None:
         """Send a script with its text."""
-        self.send("EVAL", script.text, len(keys), *keys, *args)
+        self._send(_packed(("EVAL", script.text, len(keys), *keys, *args), more))
 
     def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Any:
         """Run a script, by its digest where Redis knows it, and return its answer."""

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from slotstream.arguments import LENGTHS, argument
 from slotstream.endpoint import hash_slot
-from slotstream.exchange import LENGTHS, Exchange, argument
+from slotstream.exchange import Exchange
 from slotstream.ids import EntryId
 from slotstream.link import Link
 from slotstream.replies import Reply

@@ -10,10 +10,10 @@ from typing import Any
 
 from slotstream import flow
 from slotstream.app import App
+from slotstream.arguments import argument
 from slotstream.bursts import NONE, Burst, Fields, Frames, xadd_head
 from slotstream.endpoint import MAX_BLOCK_S
 from slotstream.errors import ReplyTimeout, SessionClosed
-from slotstream.exchange import argument
 from slotstream.ids import ZERO, EntryId
 from slotstream.reading import read_replies
 from slotstream.replies import Reply

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgpack
 
+from slotstream.arguments import Arg, Arguments
 from slotstream.endpoint import Endpoint
 from slotstream.ids import EntryId
-from slotstream.lines import Arg, Line, Script
+from slotstream.lines import Line, Script
 from slotstream.names import Keys
 from slotstream_worker.store.luascripts import script
 from slotstream_worker.store.table import SlotTable
@@ -52,9 +53,15 @@ class Watched(Line):
 
     declared: set[str]
 
-    def send_script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> None:
+    def send_script(
+        self,
+        script: Script,
+        keys: Sequence[Arg],
+        args: Sequence[Arg],
+        more: Arguments | None = None,
+    ) -> None:
         self.declared.update(map(str, keys))
-        super().send_script(script, keys, args)
+        super().send_script(script, keys, args, more)
 
 
 class Store:

@@ -17,8 +17,8 @@ from slot_table.ledger import Ledger
 from slot_table.model import Model
 from slot_table.row import Stream, fold
 from slot_table.store import KEYS, KINDS, WORKERS, Store, as_bytes, key, pairs, read
+from slotstream.arguments import Arg
 from slotstream.ids import ZERO, EntryId
-from slotstream.lines import Arg
 from slotstream_worker.store.table import Row
 
 

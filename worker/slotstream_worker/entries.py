@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from slotstream.arguments import around
 from slotstream.codec import encode, header
 from slotstream.errors import BadFrame
 from slotstream.named import AnyFrames
@@ -148,12 +149,17 @@ class AnswerWriter:
             parts += [head, bytes(nbytes)]
             self._layout.append((output.name, at + len(head), at + len(head) + nbytes))
             at += len(head) + nbytes
-        self._template = np.frombuffer(b"".join(parts), np.uint8)
+        before, after = around(at)
+        self._before, self._after = len(before), len(after)
+        self._layout = [(name, start + len(before), stop + len(before))
+                        for name, start, stop in self._layout]  # fmt: skip
+        self._template = np.frombuffer(b"".join([before, *parts, after]), np.uint8)
 
     def outputs(self, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[bytes]:
         """The encoded outputs of a launch's rows, from arrays `[rows, frame, ...]` by name.
 
-        All rows at once: an encoding of fixed shapes differs only in its data.
+        All rows at once: an encoding of fixed shapes differs only in its data. Each is packed as
+        an argument of a command, as it goes to Redis; `raw` is without.
         """
         rows = len(next(iter(outputs.values())))
         size = len(self._template)
@@ -167,6 +173,10 @@ class AnswerWriter:
         data = block.tobytes()
         return [data[at : at + size] for at in range(0, rows * size, size)]
 
+    def raw(self, packed: bytes) -> bytes:
+        """An encoded output that was packed as an argument of a command."""
+        return packed[self._before : -self._after]
+
     def cut(self, outputs: Mapping[str, np.ndarray[Any, Any]], row: int, steps: int) -> bytes:
         """The encoded outputs of one row of a launch, of whose frame only `steps` were real."""
         arrays = {
@@ -177,9 +187,9 @@ class AnswerWriter:
         }
         return encode(next(iter(arrays.values())) if self._single else arrays)
 
-    def usual(self, id: bytes, output: bytes, weights: str) -> Answer:  # noqa: A002 (the field's own name)
-        """The answer of an entry that was a frame and nothing else, from its encoded output."""
-        return Answer(id, ("output", output, "weights", weights))
+    def usual(self, id: bytes, packed: bytes, weights: str) -> Answer:  # noqa: A002 (the field's own name)
+        """The answer of an entry that was a frame and nothing else, from its packed output."""
+        return Answer(id, ("output", self.raw(packed), "weights", weights))
 
     def output(self, entry: Entry, output: bytes, weights: str) -> Answer:
         """The answer of an entry whose frame ran, from its encoded output."""

@@ -17,12 +17,12 @@ SUSPICIOUS = 2
 class Hosted:
     """One session here, under one epoch. Ids are as Redis writes them.
 
-    `base` is the id of the last entry whose answer Redis has, `read_to` that of the last entry
-    read. `unsettled`: how many entries, the one in flight and the first of `queue`, were answered
-    by an owner before; they run again, and nothing is published. `more`: its stream may hold
-    entries that have not been read. `usual`: all of `answers` are outputs. `even`: all of `queue`
-    are frames, as far as is known. `listed`: it stands in the line of those that may run. `gone`:
-    it is not held any more.
+    `fence` is what its commits are fenced by, packed. `base` is the id of the last entry whose
+    answer Redis has, `read_to` that of the last entry read. `unsettled`: how many entries, the one
+    in flight and the first of `queue`, were answered by an owner before; they run again, and
+    nothing is published. `more`: its stream may hold entries that have not been read. `usual`: all
+    of `answers` are outputs. `even`: all of `queue` are frames, as far as is known. `listed`: it
+    stands in the line of those that may run. `gone`: it is not held any more.
 
     `paused`: its reader is behind, and it asked that no reply be lost. `held`: why it cannot run
     here at all; nothing of it is changed, and it goes to another worker when this one drains.
@@ -37,6 +37,7 @@ class Hosted:
     partition: int
     epoch: bytes
     cuts: bytes
+    fence: bytes
     base: bytes
     read_to: bytes
     weights: str

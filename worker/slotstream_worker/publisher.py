@@ -18,6 +18,7 @@ from typing import cast
 from redis.exceptions import NoScriptError
 
 from slotstream.lines import Line
+from slotstream_worker.checkpoints import Allowance, Checkpoints, Saved
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.host import Host
 from slotstream_worker.hosted import Hosted
@@ -28,31 +29,22 @@ from slotstream_worker.store.partition import Partition
 _FULL_CHECK_S = 0.05
 
 
-class Allowance:
-    """Bytes of state that may go to Redis now: so many a second, a second's worth saved up."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a call writes of one session; a `commit` only where it is not the usual."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate = self._left = bytes_per_s
-        self._at = time.monotonic()
-
-    def rows(self, size: int) -> int:
-        """How many rows of `size` bytes may go now; at least one a second, whatever its size."""
-        now = time.monotonic()
-        self._left = min(self._left + self._rate * (now - self._at), max(self._rate, size))
-        self._at = now
-        return max(int(self._left // size), 0)
-
-    def spend(self, nbytes: int) -> None:
-        """Note what has been sent."""
-        self._left -= nbytes
+    hosted: Hosted
+    answers: list[Output | Answer]
+    checkpoint: Checkpoint | None
+    commit: Commit | None
 
 
 @dataclass
 class Sent:
-    """One call of a wave: its batch, and of each commit the session, answers, and what is more."""
+    """One call of a wave: its batch, and what it writes of each session in turn."""
 
     batch: Batch
-    commits: list[tuple[Hosted, list[Output | Answer], Commit | None]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 class Publisher:
@@ -67,11 +59,11 @@ class Publisher:
         allowance: Allowance,
     ) -> None:
         self.config, self.host, self.metrics = config, host, metrics
-        self._partition, self._allowance = partition, allowance
+        self.checkpoints = Checkpoints(config, host, partition, allowance)
+        self._partition, self._layout = partition, host.engine.model.spec.layout
         self._wave: deque[Sent] = deque()  # their answers have not come; the oldest first
         self._again: list[Sent] = []  # of the wave: Redis did not know the script
         self._line: Line | None = None  # what the wave went out on
-        self._dirty: dict[str, tuple[float, Hosted]] = {}  # moved since; the oldest first
         self._full: dict[str, Hosted] = {}
         self._full_checked = 0.0
 
@@ -83,20 +75,16 @@ class Publisher:
     @property
     def waits(self) -> bool:
         """Whether something can be published now."""
-        return not self.in_doubt and any(
-            _acts(h) for h in self.host.acting(self._partition).values()
+        if self.in_doubt:
+            return False
+        held = self.checkpoints.held
+        return self.checkpoints.came or any(
+            _acts(h) and h not in held for h in self._acting.values()
         )
 
     @property
     def _acting(self) -> dict[str, Hosted]:
         return self.host.acting(self._partition)
-
-    def moved(self, hosted: Hosted) -> None:
-        """The session's state is ahead of its checkpoint from now on, if it was not before."""
-        known = self._dirty.get(hosted.session)
-        if known is None or known[1] is not hosted:
-            self._dirty.pop(hosted.session, None)  # so that the oldest stay first
-            self._dirty[hosted.session] = (time.monotonic(), hosted)
 
     # A wave
 
@@ -155,13 +143,8 @@ class Publisher:
 
     def next_due_s(self) -> float:
         """Seconds until the next checkpoint is due."""
-        if self.host.residents.changing(self._partition):
-            return 0.001
-        if self._full:
-            return _FULL_CHECK_S
-        for since, _ in self._dirty.values():
-            return max(since + self.config.checkpoint_interval_s - time.monotonic(), 0.001)
-        return self.config.sweep_s
+        due_s = self.checkpoints.next_due_s
+        return min(due_s, _FULL_CHECK_S) if self._full else due_s
 
     def caught_up(self, partition: Partition) -> list[Hosted]:
         """Sessions that waited for their reader and need not any more."""
@@ -189,75 +172,61 @@ class Publisher:
 
     def _compose(self, *, everything: bool) -> bool:
         """Make a wave of what is to be written; whether there is anything."""
-        saved = self._checkpoints(self._due(everything=everything), everything=everything)
         acting = self._acting
-        waves: dict[str, Sent] = {}  # the call that is being filled, by the version of its outputs
+        saved = self.checkpoints.take(acting, everything=everything)
+        held = self.checkpoints.held
+        calls: dict[str, Sent] = {}  # the call that is being filled, by the version of its outputs
+        rest: dict[str, Hosted] = {}  # of those that act, what is not all in this wave
         for hosted in (*acting.values(), *(h for h in saved if h.session not in acting)):
-            answers = hosted.answers
-            sent = waves.get(hosted.weights)
-            if sent is None:
-                sent = waves[hosted.weights] = Sent(Batch(hosted.weights))
-            if answers and hosted.usual and not hosted.action and hosted not in saved:
-                fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
-                sent.batch.add_outputs(*fence, cast("list[Output]", answers))
-                sent.commits.append((hosted, answers, None))
-            elif _acts(hosted) or hosted in saved:
-                commit = self._commit(hosted, saved.get(hosted))
-                sent.batch.add(commit)
-                sent.commits.append((hosted, answers, commit))
-                if hosted in saved:
-                    self.host.changed_weights(hosted, saved[hosted].weights)
-            else:
+            if hosted in held:
+                rest[hosted.session] = hosted
                 continue
-            hosted.answers, hosted.usual = [], True
-            if sent.batch.full:
-                self._wave.append(sent)
-                del waves[sent.batch.weights]
-        self._wave.extend(sent for sent in waves.values() if sent.commits)
-        for hosted in [h for h in acting.values() if not h.action]:
-            del acting[hosted.session]
+            point = saved.get(hosted)
+            if point or _acts(hosted):
+                sent = calls.get(hosted.weights)
+                if sent is None:
+                    sent = calls[hosted.weights] = Sent(Batch(hosted.weights, self._layout))
+                self._add(sent, hosted, point)
+                if sent.batch.full:
+                    self._wave.append(sent)
+                    del calls[sent.batch.weights]
+            if hosted.answers or hosted.action:
+                rest[hosted.session] = hosted
+        self._wave.extend(calls.values())
+        acting.clear()
+        acting.update(rest)
         return bool(self._wave)
 
-    def _due(self, *, everything: bool) -> list[Hosted]:
-        """Sessions whose checkpoint is due, the oldest first; those handed back always are."""
-        before = time.monotonic() - (0.0 if everything else self.config.checkpoint_interval_s)
-        due: dict[str, Hosted] = {}
-        gone = []
-        for session, (since, hosted) in self._dirty.items():
-            if hosted.gone:
-                gone.append(session)
-            elif since > before:
-                break
-            else:
-                due[session] = hosted
-        for session in gone:
-            del self._dirty[session]
-        due.update(
-            (s, h)
-            for s, h in self._acting.items()
-            if h.action == "handback" and not h.in_flight and (h.answers or s in self._dirty)
-        )
-        # Those that wait to change to another version run nothing until they have: they come first.
-        first = dict.fromkeys(self.host.residents.may_change(self._partition))
-        first.update((h, None) for h in due.values() if h.settled and h.action != "end")
-        return list(first)
+    def _add(self, sent: Sent, hosted: Hosted, point: Saved | None) -> None:
+        """Add what is to be written of a session: its answers, up to its checkpoint if it has one.
 
-    def _checkpoints(self, due: list[Hosted], *, everything: bool) -> dict[Hosted, Checkpoint]:
-        """States of the sessions whose turn it is, within the budget of bytes a second."""
-        if not due:
-            return {}
-        size = max(self.host.engine.pool.slot_bytes, 1)
-        within = len(due) if everything else self._allowance.rows(size)
-        due = due[:within] + [h for h in due[within:] if h.action == "handback"]
-        self._allowance.spend(size * len(due))
-        states = self.host.rows.read([h.session for h in due])
-        layout, residents = self.host.engine.model.spec.layout, self.host.residents
-        return {
-            h: Checkpoint(b"" if residents.rests(h) else state, layout, residents.next_of(h))
-            for h, state in zip(due, states, strict=True)
-        }
+        An action comes with all of them.
+        """
+        answers, left = hosted.answers, list[Output | Answer]()
+        checkpoint = point.checkpoint if point else None
+        if point and point.answers < len(answers):
+            answers, left = answers[: point.answers], answers[point.answers :]
+        weights = hosted.weights
+        if (
+            hosted.usual
+            and not hosted.action
+            and (checkpoint is None or checkpoint.weights == weights)
+        ):
+            state = checkpoint.state if checkpoint else None
+            outputs = cast("list[Output]", answers)
+            sent.batch.add_usual(hosted.session, hosted.fence, hosted.base, outputs, state)
+            commit = None
+        else:
+            commit = self._commit(hosted, answers, checkpoint)
+            sent.batch.add(commit)
+        sent.parts.append(Part(hosted, answers, checkpoint, commit))
+        hosted.answers, hosted.usual = left, hosted.usual or not left
+        if checkpoint:
+            self.host.changed_weights(hosted, checkpoint.weights)
 
-    def _commit(self, hosted: Hosted, checkpoint: Checkpoint | None) -> Commit:
+    def _commit(
+        self, hosted: Hosted, answers: list[Output | Answer], checkpoint: Checkpoint | None
+    ) -> Commit:
         acts = bool(hosted.action) and not hosted.in_flight
         return Commit(
             hosted.session,
@@ -268,7 +237,7 @@ class Publisher:
                 answer
                 if isinstance(answer, Answer)
                 else self.host.writer.usual(*answer, hosted.weights)
-                for answer in hosted.answers
+                for answer in answers
             ],
             checkpoint,
             hosted.action if acts else "",
@@ -282,7 +251,8 @@ class Publisher:
         lost: list[Hosted] = []
         over: list[Hosted] = []
         replies = errors = 0
-        for k, (hosted, answers, commit) in enumerate(sent.commits):
+        for k, part in enumerate(sent.parts):
+            hosted, answers = part.hosted, part.answers
             if hosted.gone:
                 continue
             if k in unusual and self._refused(partition, hosted, unusual[k], lost):
@@ -290,26 +260,21 @@ class Publisher:
             if answers:
                 hosted.base = _last_id(answers)
                 replies += len(answers)
-            if commit is None:
-                self.moved(hosted)
-                continue
-            errors += sum(answer.is_error for answer in commit.answers)
-            if commit.action:
-                over.append(hosted)
-            elif commit.checkpoint:
-                self._dirty.pop(hosted.session, None)
+            if part.commit:
+                errors += sum(answer.is_error for answer in part.commit.answers)
+                if part.commit.action:
+                    over.append(hosted)
+                    continue
+            if part.checkpoint:
+                self.checkpoints.written(hosted)
                 self.metrics.checkpoints.inc()
-                self.metrics.checkpoint_bytes.inc(len(commit.checkpoint.state))
+                self.metrics.checkpoint_bytes.inc(len(part.checkpoint.state))
             elif answers:
-                self.moved(hosted)
+                self.checkpoints.moved(hosted)
         self.metrics.replies.inc(replies)
         self.metrics.errors.inc(errors)
         self.host.drop(over)
-        for since, _ in self._dirty.values():
-            self.metrics.oldest.set(time.monotonic() - since)
-            break
-        else:
-            self.metrics.oldest.set(0.0)
+        self.metrics.oldest.set(self.checkpoints.oldest_s)
         return lost
 
     def _refused(

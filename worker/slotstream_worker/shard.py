@@ -238,7 +238,7 @@ class Shard:
             self.host.replay(hosted, row, raws.get(row.session, ()))
             self.metrics.replayed.inc(len(hosted.queue))
             if row.cursor < row.done:
-                self.publisher.moved(hosted)
+                self.publisher.checkpoints.moved(hosted)
 
     def _ask(self) -> None:
         """Ask for entries of the sessions whose own queue runs out, one read at a time."""

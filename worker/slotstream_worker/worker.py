@@ -23,12 +23,14 @@ from slotstream.endpoint import Endpoint
 from slotstream.lines import Line
 from slotstream.names import Keys, config_key
 from slotstream_worker.agreement import agree, partitions_of
+from slotstream_worker.checkpoints import Allowance
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.host import Flying, Host
+from slotstream_worker.host import Host
 from slotstream_worker.metrics import Metrics
-from slotstream_worker.publisher import Allowance, Publisher
+from slotstream_worker.publisher import Publisher
+from slotstream_worker.rounds import Flying
 from slotstream_worker.shard import Displaced, Shard
 from slotstream_worker.store import appconfig
 from slotstream_worker.store.appconfig import AppConfig
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 0.25
 """Signals are looked at between turns, so no sleep is longer."""
+_GLANCE_S = 0.0005
+"""How long news is waited for at a time while the device runs a long round."""
 _ROUNDS_ALOFT = 2
 """Rounds under way at a time: while one runs, another is formed or published."""
 
@@ -141,16 +145,21 @@ class Worker:
         """
         if self.lease:
             self.lease.beat()
-        self._look(0.0 if self._flying else self._rest_s())
+        self._look(self._rest_s())
         self._each(self._receive)
         if self._swap:
             self._swap.turn()
-        formed = len(self._flying) < _ROUNDS_ALOFT and self._launch()
+        formed = self._may_launch and self._launch()
         self._each(Shard.send)
-        if not (formed and len(self._flying) < _ROUNDS_ALOFT and self.host.has_work):
+        if not (formed and self._may_launch) and self._flying and self._flying[0].landing:
             self.collect()
         self.metrics.sessions.set(len(self.host))
         self.metrics.parked.set(self.host.rows.parked)
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether another round could be formed now."""
+        return len(self._flying) < _ROUNDS_ALOFT and self.host.has_work
 
     def _launch(self) -> bool:
         """Form a round and launch it; whether there was one."""
@@ -252,6 +261,9 @@ class Worker:
 
     def _rest_s(self) -> float:
         """How long to sleep on the sockets where news comes in, while there is nothing to do."""
+        if self._flying:
+            # News is taken in while the device works: Redis would be idle otherwise.
+            return 0.0 if self._flying[0].landing else _GLANCE_S
         wait_s = self.host.wait_s
         if (self.host.has_work and not wait_s) or any(shard.waits for shard in self.shards):
             return 0.0

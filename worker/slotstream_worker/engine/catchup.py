@@ -1,14 +1,18 @@
 """Catching up: a launch that runs several waiting frames of each of its sessions.
 
 Where frames wait, whether in a backlog or in a replay, a launch a frame pays for gathering,
-scattering and bookkeeping each time. One launch that scans over the frames pays once. Its body is
+scattering and bookkeeping each time. One launch that loops over the frames pays once. Its body is
 the same step, but it is compiled as another program, which may round otherwise: so it is used only
 where it has been seen to give the bits of launches of one frame each.
+
+One program does for any number of frames up to `CatchUp.frames`, since the number is an argument
+of its loop.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,56 +22,81 @@ from slotstream_worker.engine.pool import Pool
 
 log = logging.getLogger(__name__)
 
-FRAMES = 4
-"""Frames of a session that one launch runs."""
+FRAMES = 16
+"""Frames of a session that one launch runs, at most."""
+_LONGEST_MS = 100.0
+"""What such a launch may take: whoever comes meanwhile waits for it."""
+_BYTES = 32 * 2**20
+"""Frames that such a launch takes in, at most."""
 
 
-def agrees(launcher: Launcher, pool: Pool, rows: int) -> bool:
-    """Whether `FRAMES` frames in one launch of `rows` rows give the bits of as many launches.
+@dataclass(frozen=True)
+class CatchUp:
+    """Launches of `rows` rows that run up to `frames` frames of each."""
+
+    rows: int
+    frames: int
+
+
+def found(launcher: Launcher, pool: Pool, rows: int, ms: float) -> CatchUp | None:
+    """How to catch up with launches of `rows` rows; None where there is no exact or quick way.
 
     Runs on an empty pool, which is empty again afterwards.
+
+    Args:
+        launcher: compiles the program.
+        pool: what it runs on.
+        rows: of a launch.
+        ms: what a launch of so many rows and one frame takes.
     """
-    sessions = list(range(min(rows, pool.slots)))
     model = launcher.model
+    frame_bytes = max(int(np.prod(model.frame_shape)) * model.dtype.itemsize, 1)
+    most = min(FRAMES, int(_LONGEST_MS / max(ms, 1e-3)), _BYTES // (rows * frame_bytes))
+    if most < 2 or not _agrees(launcher, pool, CatchUp(rows, most)):
+        return None
+    return CatchUp(rows, most)
+
+
+def _agrees(launcher: Launcher, pool: Pool, way: CatchUp) -> bool:
+    """Whether several frames in one launch give the bits of as many launches."""
+    sessions = list(range(min(way.rows, pool.slots)))
     rng = np.random.default_rng(20_240_608)
-    first, frames = model.random_frames(rng, (rows,)), model.random_frames(rng, (rows, FRAMES))
-    results = []
+    first = launcher.model.random_frames(rng, (way.rows,))
+    frames = launcher.model.random_frames(rng, (way.rows, way.frames))
+    counts = (way.frames, 2)
+    singly: list[Any] = []
+    together: list[Any] = []
     try:
-        for together in (False, True):
+        for count in counts:
             pool.admit(sessions)
-            _commit(launcher, pool, sessions, rows, first)
-            outputs = []
-            if together:
-                plan = pool.plan(sessions, rows=rows)
-                launched = launcher.launch_far(pool, plan, frames)
-                outputs += _bytes(launched)
-                pool.commit([(plan, launched.rows)])
-            else:
-                steps = [
-                    _commit(launcher, pool, sessions, rows, np.ascontiguousarray(frames[:, k]))
-                    for k in range(FRAMES)
-                ]
-                outputs += [
-                    np.stack([step[name] for step in steps], axis=1).tobytes() for name in steps[0]
-                ]
-            results.append((outputs, pool.read(sessions)))
+            _commit(pool, launcher.launch(pool, pool.plan(sessions, rows=way.rows), first))
+            plan = pool.plan(sessions, rows=way.rows)
+            outputs = _commit(pool, launcher.launch_far(pool, plan, frames, count))
+            together += [*map(_bytes, outputs.values()), pool.read(sessions)]
+            pool.release(sessions)
+        for count in counts:
+            pool.admit(sessions)
+            _commit(pool, launcher.launch(pool, pool.plan(sessions, rows=way.rows), first))
+            steps = []
+            for k in range(count):
+                plan = pool.plan(sessions, rows=way.rows)
+                block = np.ascontiguousarray(frames[:, k])
+                steps.append(_commit(pool, launcher.launch(pool, plan, block)))
+            singly += [_bytes(np.stack([s[name] for s in steps], axis=1)) for name in steps[0]]
+            singly.append(pool.read(sessions))
             pool.release(sessions)
     except Exception as error:  # whatever the compiler makes of it: it is only a faster way
         log.warning("frames are launched one by one: %s", error)
         pool.release(sessions)
         return False
-    return bool(results[0] == results[1])
+    return singly == together
 
 
-def _commit(
-    launcher: Launcher, pool: Pool, sessions: list[int], rows: int, frames: np.ndarray[Any, Any]
-) -> dict[str, np.ndarray[Any, Any]]:
-    plan = pool.plan(sessions, rows=rows)
-    launched = launcher.launch(pool, plan, frames)
+def _commit(pool: Pool, launched: Launched) -> dict[str, np.ndarray[Any, Any]]:
     outputs = launched.wait()
-    pool.commit([(plan, launched.rows)])
+    pool.commit([(launched.plan, launched.rows)])
     return outputs
 
 
-def _bytes(launched: Launched) -> list[bytes]:
-    return [np.ascontiguousarray(array).tobytes() for array in launched.wait().values()]
+def _bytes(array: np.ndarray[Any, Any]) -> bytes:
+    return np.ascontiguousarray(array).tobytes()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from slotstream_worker.engine import catchup
+from slotstream_worker.engine.catchup import CatchUp
 from slotstream_worker.engine.cover import Cover
 from slotstream_worker.engine.launch import Launched, Launcher
 from slotstream_worker.engine.model import StreamModel
@@ -28,6 +29,8 @@ Weights = str | Sequence[str]
 
 _WORTH = 1.2
 """How much dearer a row may be in a smaller launch that is preferred all the same."""
+_WORTH_BEHIND = 1.5
+"""The same for launches of several frames a row, which pay what a launch costs only once."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class Flight:
     positions: tuple[Sequence[int], ...]
     undo: Mapping[Session, bytes] = field(default_factory=dict)
     """Rows as they were before a reset that is part of the round, where that had to be written."""
+    expected_ms: float = 0.0
+    """How long it takes, by what was measured at the start."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `Engine.finish` would not have to wait."""
+        return all(launched.ready for launched in self.launches)
 
 
 class Engine:
@@ -72,8 +82,8 @@ class Engine:
         """Variables that a launch can run with, by name; "" are those the model was made with."""
         self.probed: Probe | None = None
         self._cover: Cover | None = None
-        self.catch_up_rows = 0
-        """Sessions that one launch may take several frames of; 0 where it would round otherwise."""
+        self.catch_up: CatchUp | None = None
+        """How several frames of a session run in one launch; None: that would round otherwise."""
 
     def prepare(
         self,
@@ -95,8 +105,9 @@ class Engine:
         # After the probe: rows that launches made may be bound to a device, which is compiled anew.
         self.pool.warm()
         self._cover = self.probed.cover
-        rows = self.round_rows
-        self.catch_up_rows = rows if catchup.agrees(self.launcher, self.pool, rows) else 0
+        rows = self._rows_within(_WORTH_BEHIND)
+        ms = self._cover.cost_ms[rows]
+        self.catch_up = catchup.found(self.launcher, self.pool, rows, ms)
         return self.probed
 
     @property
@@ -106,10 +117,14 @@ class Engine:
         Rounds of fewer rows than there are let one be formed and another be published while a
         third runs.
         """
+        return self._rows_within(_WORTH)
+
+    def _rows_within(self, worth: float) -> int:
+        """The smallest launch whose rows are at most `worth` times as dear as the cheapest."""
         if self._cover is None:
             return self.pool.slots
         each = {count: ms / count for count, ms in self._cover.cost_ms.items()}
-        return min(count for count, ms in each.items() if ms <= _WORTH * min(each.values()))
+        return min(count for count, ms in each.items() if ms <= worth * min(each.values()))
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -178,7 +193,14 @@ class Engine:
                 chosen, variables = [sessions[k] for k in places], self.versions[version]
                 real = [steps[k] for k in places] if steps is not None else None
                 self._launch(parts, chosen, frames[places], places, state, variables, real)
-        return Flight(tuple(part for part, _ in parts), tuple(where for _, where in parts))
+        return Flight(
+            tuple(part for part, _ in parts),
+            tuple(where for _, where in parts),
+            expected_ms=sum(self._cost_ms(len(part.plan.slot_indices)) for part, _ in parts),
+        )
+
+    def _cost_ms(self, rows: int) -> float:
+        return self._cover.cost_ms.get(rows, 0.0) if self._cover else 0.0
 
     def begin_far(
         self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], weights: str = ""
@@ -186,18 +208,25 @@ class Engine:
         """Launch several frames of each session at once, with the bits of one after another.
 
         Args:
-            sessions: `catch_up_rows` at most, each named once; they hold slots and have left rest.
-            frames: `[sessions, catchup.FRAMES, frame, *sample_shape]`.
+            sessions: `catch_up.rows` at most, each named once; they hold slots and have left rest.
+            frames: `[sessions, n, frame, *sample_shape]`, `n` being `catch_up.frames` at most.
             weights: the version all of them run with; the model's own where it is "".
 
         Returns:
-            A flight whose outputs are `[sessions, catchup.FRAMES, frame, ...]`.
+            A flight whose outputs are `[sessions, n, frame, ...]`.
         """
-        rows = self.catch_up_rows
+        if self.catch_up is None:
+            raise RuntimeError("this model's frames are launched one by one")
+        rows, count = self.catch_up.rows, frames.shape[1]
         plan = self.pool.plan(sessions, rows=rows)
-        block, variables = _block(frames, rows), self.versions[weights]
-        launched = self.launcher.launch_far(self.pool, plan, block, variables)
-        return Flight((launched,), (range(len(sessions)),))
+        block = frames
+        if frames.shape[:2] != (rows, self.catch_up.frames):
+            block = np.zeros((rows, self.catch_up.frames, *frames.shape[2:]), frames.dtype)
+            block[: len(frames), :count] = frames
+        variables = self.versions[weights]
+        launched = self.launcher.launch_far(self.pool, plan, block, count, variables)
+        where = (range(len(sessions)),)
+        return Flight((launched,), where, expected_ms=count * self._cost_ms(rows))
 
     def _launch(
         self,

@@ -65,6 +65,18 @@ class Admission:
         return not self.short
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Rows being read: for each part, which of its sessions have left rest, and their rows."""
+
+    parts: tuple[tuple[list[bool], Rows], ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether `Pool.fetch` would not have to wait."""
+        return all(is_ready(rows) for _, rows in self.parts)
+
+
 class Pool:
     """Rows of state for `slots` sessions. Constructed at rest: all zeros, all slots free.
 
@@ -262,19 +274,19 @@ class Pool:
         """The sessions' rows as bytes (`StateSpec.pack`); no bytes for a session at rest."""
         return self.fetch(self.start_read(sessions))
 
-    def start_read(self, sessions: Sequence[Session]) -> list[tuple[list[bool], Rows]]:
+    def start_read(self, sessions: Sequence[Session]) -> Reading:
         """Begin a read; the rows are those of now, whatever is committed before `fetch`."""
         parts = []
         for size, part in _chunks(self._slots_of(sessions)):
             indices = np.full(size, self.sink, np.int32)
             indices[: len(part)] = part
             parts.append((self._has_state[part].tolist(), _gather(self.arrays, indices)))
-        return parts
+        return Reading(tuple(parts))
 
-    def fetch(self, reading: list[tuple[list[bool], Rows]]) -> list[bytes]:
+    def fetch(self, reading: Reading) -> list[bytes]:
         """Finish a read that `start_read` began."""
         packed: list[bytes] = []
-        for has_state, rows in reading:
+        for has_state, rows in reading.parts:
             count = len(has_state)
             raws = self.spec.pack([np.asarray(array)[:count] for array in rows], count)
             packed += [raw if real else b"" for raw, real in zip(raws, has_state, strict=True)]
@@ -331,6 +343,11 @@ def _chunks(items: Any) -> Iterable[tuple[int, Any]]:
         size = next((size for size in _SIZES if size >= left), _SIZES[-1])
         yield size, items[start : start + size]
         start += size
+
+
+def is_ready(arrays: Iterable[Any]) -> bool:
+    """Whether all of the arrays have been computed."""
+    return all(array.is_ready() for array in arrays)
 
 
 # Indices come from the pool's own slots, so they are in bounds; saying so saves a pass.

@@ -10,9 +10,25 @@ A row moves as its bytes, so it comes back bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from slotstream_worker.engine.errors import PoolFull
-from slotstream_worker.engine.pool import Pool, Session
+from slotstream_worker.engine.pool import Pool, Reading, Session
+
+
+@dataclass(frozen=True)
+class RowsReading:
+    """Rows being read: of the sessions in slots from the device, of the parked from here."""
+
+    sessions: tuple[Session, ...]
+    seated: tuple[Session, ...]
+    parked: Mapping[Session, bytes]
+    rows: Reading
+
+    @property
+    def ready(self) -> bool:
+        """Whether `Rows.fetch` would not have to wait."""
+        return self.rows.ready
 
 
 class Rows:
@@ -123,6 +139,16 @@ class Rows:
 
     def read(self, sessions: Sequence[Session]) -> list[bytes]:
         """The sessions' rows as bytes; no bytes for one at rest."""
+        return self.fetch(self.start_read(sessions))
+
+    def start_read(self, sessions: Sequence[Session]) -> RowsReading:
+        """Begin a read; the rows are those of now, whatever is changed before `fetch`."""
         seated = [session for session in sessions if session in self._seated]
-        found = dict(zip(seated, self.pool.read(seated), strict=True))
-        return [found[s] if s in found else self._parked[s] for s in sessions]
+        parked = {s: self._parked[s] for s in sessions if s not in self._seated}
+        return RowsReading(tuple(sessions), tuple(seated), parked, self.pool.start_read(seated))
+
+    def fetch(self, reading: RowsReading) -> list[bytes]:
+        """Finish a read that `start_read` began."""
+        rows = dict(zip(reading.seated, self.pool.fetch(reading.rows), strict=True))
+        rows.update(reading.parked)
+        return [rows[session] for session in reading.sessions]

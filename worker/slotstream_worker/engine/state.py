@@ -98,7 +98,8 @@ class StateSpec:
             for array, leaf in zip(rows, self.leaves, strict=True)
         ]
         whole = np.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
-        return [row.tobytes() for row in whole]
+        data, size = whole.tobytes(), whole.shape[1]
+        return [data[k * size : (k + 1) * size] for k in range(count)]
 
     def unpack(self, packed: Sequence[bytes]) -> list[np.ndarray[Any, Any]]:
         """Arrays `[n, ...]`, one a leaf, from rows as `pack` made them; raises `ValueError`."""

@@ -1,26 +1,27 @@
 """Commits as the script takes them: many sessions a call, the usual ones in as little as can be.
 
-The usual commit of a session is outputs and nothing else. Those with errors, operations, a
-checkpoint or an action are the others, and say more.
+The usual commit of a session is outputs, and perhaps a checkpoint, of one version of the weights.
+Those with errors, operations or an action are the others, and say more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
+from slotstream.arguments import Arg, Arguments, argument
 from slotstream.ids import EntryId
-from slotstream.lines import Arg
 
 SESSIONS_A_CALL = 128
+REPLIES_A_CALL = 256
 BYTES_A_CALL = 256 * 1024
 """A script holds Redis while it runs; these keep one to about a millisecond."""
 
 Id = bytes | EntryId
 Output = tuple[bytes, bytes]
-"""A reply that holds an output: the id of the entry it answers, and the encoded output."""
+"""A reply that holds an output: the id of the entry it answers, and the encoded output, packed as
+an argument of a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,31 @@ class Commit:
     reason: str = ""
     mark: str = ""
 
-    def outputs(self, weights: str) -> list[Output]:
-        """Its answers where they are outputs of `weights` and it is nothing else; else none."""
-        if self.checkpoint or self.action:
-            return []
+    def usual(self, weights: str, layout: str) -> list[Output] | None:
+        """Its answers where it is nothing else than outputs of `weights`, and perhaps a checkpoint.
+
+        None where it is more, or is nothing.
+        """
+        saved = self.checkpoint
+        if self.action or not (self.answers or saved):
+            return None
+        if saved and (saved.weights, saved.layout) != (weights, layout):
+            return None
         found: list[Output] = []
         for answer in self.answers:
             fields = answer.fields
             if len(fields) != 4 or (fields[0], *fields[2:]) != ("output", "weights", weights):
-                return []
+                return None
             if not answer.effect:
-                return []
+                return None
             output = fields[1]
-            found.append((raw_id(answer.id), output if isinstance(output, bytes) else
-                          output.encode()))  # fmt: skip
+            raw = output if isinstance(output, bytes) else output.encode()
+            found.append((raw_id(answer.id), argument(raw)))
         return found
 
     def args(self) -> Iterator[Arg]:
         """What the script is told after the fence and the base."""
-        yield from (0, self.action, self.reason, self.mark, 1 if self.checkpoint else 0)
+        yield from (self.action, self.reason, self.mark, 1 if self.checkpoint else 0)
         if self.checkpoint:
             yield from (self.checkpoint.state, self.checkpoint.layout, self.checkpoint.weights)
         yield len(self.answers)
@@ -101,42 +108,76 @@ class Commit:
         )
 
 
+def fence_of(session: str, epoch: bytes, cuts: bytes) -> bytes:
+    """What a session's commits are fenced by, as the first arguments of each."""
+    return argument(session.encode()) + argument(epoch) + argument(cuts)
+
+
 class Batch:
     """Commits of one call of the script.
 
     Args:
         weights: the version that all of its outputs were made with.
+        layout: of the usual checkpoints.
     """
 
-    def __init__(self, weights: str) -> None:
-        self.weights = weights
-        self.args: list[Arg] = []
+    def __init__(self, weights: str, layout: str = "") -> None:
+        self.weights, self.layout = weights, layout
+        self.args = Arguments()
         self.sessions: list[str] = []
-        self._nbytes = 0
+        self._nbytes = self._replies = 0
 
     @property
     def full(self) -> bool:
         """Whether another session's commit belongs in another call."""
-        return len(self.sessions) >= SESSIONS_A_CALL or self._nbytes >= BYTES_A_CALL
+        return (
+            len(self.sessions) >= SESSIONS_A_CALL
+            or self._replies >= REPLIES_A_CALL
+            or self._nbytes >= BYTES_A_CALL
+        )
 
-    def add_outputs(
-        self, session: str, epoch: bytes, cuts: bytes, base: bytes, outputs: Sequence[Output]
+    def add_usual(
+        self,
+        session: str,
+        fence: bytes,
+        base: bytes,
+        outputs: Sequence[Output],
+        state: bytes | None = None,
     ) -> None:
-        """Add a session's usual commit: outputs, at least one."""
+        """Add a session's usual commit: outputs, and perhaps the state after the last of them.
+
+        Args:
+            session: the session.
+            fence: `fence_of` it.
+            base: id of the last entry that Redis holds the answer of.
+            outputs: of the entries after that one; none only where there is a state.
+            state: a checkpoint of the batch's own weights and layout.
+        """
         self.sessions.append(session)
-        self.args += (session, epoch, cuts, base, len(outputs))
-        self.args += chain.from_iterable(outputs)
-        self._nbytes += len(outputs) * len(outputs[0][1])
+        kind = b"+" if state is not None else b""
+        parts = [fence, argument(base), argument(b"%b%d" % (kind, len(outputs)))]
+        for id_, output in outputs:
+            parts += (b"$%d\r\n%b\r\n" % (len(id_), id_), output)
+            self._nbytes += len(output)
+        self._replies += len(outputs)
+        if state is not None:
+            parts.append(argument(state))
+            self._nbytes += len(state)
+        self.args.add_packed(parts, 5 + 2 * len(outputs) + (state is not None))
 
     def add(self, commit: Commit) -> None:
         """Add any commit."""
-        fence = (commit.session, commit.epoch, commit.cuts, raw_id(commit.base))
-        if outputs := commit.outputs(self.weights):
-            self.add_outputs(*fence, outputs)
+        session, saved = commit.session, commit.checkpoint
+        fence, base = fence_of(session, commit.epoch, commit.cuts), raw_id(commit.base)
+        outputs = commit.usual(self.weights, self.layout)
+        if outputs is not None:
+            self.add_usual(session, fence, base, outputs, saved.state if saved else None)
             return
-        self.sessions.append(commit.session)
-        self.args += (*fence, *commit.args())
+        self.sessions.append(session)
+        self.args.add_packed((fence,), 3)
+        self.args.add(base, "*", *commit.args())
         self._nbytes += commit.nbytes
+        self._replies += len(commit.answers)
 
     def results(self, answer: Sequence[Any]) -> dict[int, str]:
         """What became of the commits that are not simply `ok`, by their place in the batch."""

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import redis
 from redis.exceptions import ResponseError
 
+from slotstream.arguments import Arg
 from slotstream.ids import EntryId
-from slotstream.lines import Arg, Line
+from slotstream.lines import Line
 from slotstream.names import Keys
 
 Raw = list[Any]

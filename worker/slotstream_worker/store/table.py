@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
+from slotstream.arguments import Arg
 from slotstream.ids import EntryId
-from slotstream.lines import Arg, Line
+from slotstream.lines import Line
 from slotstream.names import Keys
 from slotstream_worker.store.commits import Answer, Batch, Checkpoint, Commit
 from slotstream_worker.store.luascripts import script
@@ -159,8 +160,9 @@ class SlotTable:
         That answer is `NoScriptError` where Redis does not know the script (any more); nothing was
         carried out then, and the batch is sent again, `whole`.
         """
-        keys, args = self._call(batch.sessions, (self.worker, batch.weights, *batch.args))
-        (line.send_whole if whole else line.send_script)(script("commit"), keys, args)
+        keys, args = self._call(batch.sessions, (self.worker, batch.weights, batch.layout))
+        send = line.send_whole if whole else line.send_script
+        send(script("commit"), keys, args, batch.args)
 
     def receive_commits(self, batch: Batch, line: Line) -> Any:
         """The answer to a batch that was the last thing sent."""

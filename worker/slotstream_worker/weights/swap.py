@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 
+from slotstream_worker.checkpoints import Allowance
 from slotstream_worker.host import Host
-from slotstream_worker.publisher import Allowance
 from slotstream_worker.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)

@@ -2,11 +2,12 @@
 -- Fenced by owner, epoch, cuts and the `done` built on; safe to repeat. Nothing of a session is
 -- written before all of it is checked, and one that fails does not touch the next.
 --
--- ARGV[5] worker   ARGV[6] weights; then for each session
---   session epoch cuts base n, and
---   n > 0: n outputs, each an id and the encoded output, all made with these weights. The usual
---     commit, and nothing else: no checkpoint, no action.
---   n = 0: action reason mark checkpoint answers
+-- ARGV[5] worker   ARGV[6] weights   ARGV[7] layout; then for each session
+--   session epoch cuts base kind, and by its kind
+--   a number n: n outputs, each an id and the encoded output, all made with these weights. The
+--     usual commit, and nothing else.
+--   '+' and a number n: n outputs, and then the state after them, of these weights and this layout.
+--   '*': action reason mark checkpoint answers
 --     action: '' | 'handback' | 'end' (then reason, and the close mark that was reached, or '')
 --     checkpoint: '1', then state layout weights; or '0'
 --     answers: how many; each an id, '1' where it had no effect on the state, number of fields,
@@ -16,7 +17,7 @@
 -- it: applied (the retry of a commit that was carried out) | lost | full (ok, and its replies wait
 -- for their reader) | refused (`out` holds a later id already) | busy (an idle session was to end,
 -- and an entry has come).
-local worker, served = ARGV[5], ARGV[6]
+local worker, served, served_layout = ARGV[5], ARGV[6], ARGV[7]
 
 -- Whether the first reply of a commit was refused, and not by a condition of Redis's own. Ids rise
 -- within a commit, so only the first can be, and nothing is written yet: `out` holds a later id, or
@@ -100,9 +101,9 @@ local function commit(session, epoch, cuts, base, action, reason, mark, state, l
   return 'ok'
 end
 
--- The usual commit, in three commands; whatever is unusual about its row goes the long way.
--- `from` is the place of the first id in ARGV.
-local function publish(session, epoch, cuts, base, from, n)
+-- The usual commit, in as few commands as can be; whatever is unusual about its row goes the long
+-- way. `from` is the place of the first id in ARGV; `state` is nil without a checkpoint.
+local function publish(session, epoch, cuts, base, from, n, state)
   local slot, outbox = prefix .. 'slot:' .. session, prefix .. 'out:' .. session
   local row = redis.pcall('HMGET', slot, 'status', 'owner', 'epoch', 'cuts', 'done', 'count',
                           'replies', 'attempts', 'trial')
@@ -123,7 +124,14 @@ local function publish(session, epoch, cuts, base, from, n)
         return redis.error_reply(added.err)
       end
     end
-    redis.call('HSET', slot, 'done', ARGV[last], 'count', string.format('%.0f', (row[6] or 0) + n))
+    local done = n > 0 and ARGV[last] or base
+    if state then
+      redis.call('HSET', slot, 'done', done, 'cursor', done, 'state', state,
+                 'layout', served_layout, 'weights', served, 'count', '0', 'skipped', '')
+      trim(prefix .. 'in:' .. session, done)
+    else
+      redis.call('HSET', slot, 'done', done, 'count', string.format('%.0f', (row[6] or 0) + n))
+    end
     return 'ok'
   end
   local answers = {}
@@ -131,17 +139,22 @@ local function publish(session, epoch, cuts, base, from, n)
     local at = from + 2 * k - 2
     answers[k] = {id = ARGV[at], fields = {'output', ARGV[at + 1], 'weights', served}}
   end
-  return commit(session, epoch, cuts, base, '', '', '', nil, nil, nil, answers)
+  return commit(session, epoch, cuts, base, '', '', '', state, served_layout, served, answers)
 end
 
-local results, i, number = {}, 7, 0
+local results, i, number = {}, 8, 0
 while i <= #ARGV do
   local session, epoch, cuts, base = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local n, result = tonumber(ARGV[i + 4]), nil
+  local kind, result = ARGV[i + 4], nil
   number, i = number + 1, i + 5
-  if n > 0 then
-    result = publish(session, epoch, cuts, base, i, n)
+  if kind ~= '*' then
+    local n = tonumber(kind)
+    local from, state = i, nil
     i = i + 2 * n
+    if string.sub(kind, 1, 1) == '+' then
+      state, i = ARGV[i], i + 1
+    end
+    result = publish(session, epoch, cuts, base, from, n, state)
   else
     local action, reason, mark, checkpoint = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3] == '1'
     i = i + 4
