@@ -18,7 +18,7 @@ from slot_table.steps import (
 )
 from slot_table.store import KEYS, WORKERS, Store
 from slotstream.ids import ZERO, EntryId
-from slotstream_worker.store.table import Commit
+from slotstream_worker.store.table import Commit, Position
 
 
 def test_who_leaves_or_takes_its_own_again_counts_no_death(store: Store) -> None:
@@ -111,3 +111,25 @@ def test_a_session_that_redis_lost_counts_only_what_has_no_reply(store: Store) -
     assert all(store.line.call("PTTL", name) > 0 for name in (KEYS.row("a"), KEYS.outbox("a")))
     assert store.table().take([b"a"], WORKERS[0], "self", 5).rows == []
     assert store.table().owned() == set()
+
+
+def test_comparing_finds_what_differs_and_what_has_not_been_read(store: Store) -> None:
+    rows = opened(store, *"abcdef")
+    push(store, "b", EntryId(3))
+    push(store, "c", EntryId(3))
+    tell(store, "d", "op", "close")
+    store.line.call("DEL", KEYS.row("e"))
+    store.line.call("SET", KEYS.inbox("f"), "no stream")
+    table = store.table()
+    held = {s: Position(s, row.epoch, b"0-0", b"0-0") for s, row in rows.items()}
+    held["b"] = held["b"]._replace(read_to=b"3-0")
+    before = read_all(store)
+    differ, unread = table.compare(list(held.values()))
+    assert {s: fence and fence.status for s, fence in differ.items()} == {"d": "closing", "e": None}
+    assert differ["d"] == table.fences(["d"])[0]
+    assert sorted(unread) == ["c", "d"]  # the mark is an entry too
+    wrong = [held["a"]._replace(epoch=b"99"), held["b"]._replace(done=b"1-0")]
+    assert set(table.compare(wrong)[0]) == {"a", "b"}
+    assert set(store.table(WORKERS[1]).compare([held["a"]])[0]) == {"a"}
+    assert read_all(store) == before
+    assert table.count_owned() == 6

@@ -22,10 +22,12 @@ from slot_table.steps import (
 )
 from slot_table.store import KEYS, TOP, WORKERS, Store, key
 from slotstream.ids import OPENED, ZERO, EntryId
-from slotstream_worker.store.table import Answer, Checkpoint, Commit
+from slotstream_worker.store.table import Checkpoint, Commit
 
 SCHEDULES = int(os.environ.get("SLOT_TABLE_SCHEDULES", "72"))
 ACTIONS_EACH = 150
+USUALLY = Checkpoint(b"state", "layout", "")
+"""Of the weights of `usual` outputs, and of the layout of the call."""
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -112,6 +114,8 @@ HOW = {
     "answers": ((answer(EntryId(1)),), None, "", ""),
     "outputs": ((usual(EntryId(1)),), None, "", ""),
     "checkpoint": ((), SAVED, "", ""),
+    "usual checkpoint": ((), USUALLY, "", ""),
+    "outputs and usual checkpoint": ((usual(EntryId(1)),), USUALLY, "", ""),
     "answers and checkpoint": ((answer(EntryId(1)),), SAVED, "", ""),
     "handback": ((), SAVED, "handback", ""),
     "end": ((answer(EntryId(1)),), None, "end", "end"),
@@ -141,7 +145,7 @@ def test_a_session_whose_keys_are_spoilt_harms_no_other_of_the_commit(
         Commit(s, rows[s].epoch, rows[s].cuts, ZERO, *(HOW[how] if s == "b" else good))
         for s in "abc"
     ]
-    results = store.table().commit(commits)
+    results = store.table().commit(commits, layout=USUALLY.layout)
     assert (results[0], results[2]) == ("ok", "ok")
     assert results[1] in ("ok", "refused")
     for session in "ac":
@@ -208,14 +212,14 @@ def test_128_sessions_with_states_are_one_call(store: Store, declares: bool, cap
     rows = opened(store, *sessions, declares=declares)
     for session in sessions:
         push(store, session, EntryId(1))
-    saved = Checkpoint(bytes(1024), "layout", "w")
+    saved = Checkpoint(bytes(1024), "layout", "")
     commits = [
-        Commit(s, rows[s].epoch, rows[s].cuts, ZERO, (Answer(EntryId(1), ("output", bytes(64))),),
-               saved) for s in sessions
-    ]  # fmt: skip
+        Commit(s, rows[s].epoch, rows[s].cuts, ZERO, (usual(EntryId(1)),), saved) for s in sessions
+    ]
     store.line.call("SLOWLOG", "RESET")
     store.line.call("CONFIG", "SET", "slowlog-log-slower-than", 0)
-    assert store.table(declares=declares).commit(commits) == ["ok"] * 128
+    table = store.table(declares=declares)
+    assert table.commit(commits, layout="layout") == ["ok"] * 128
     took = [one[2] for one in store.line.call("SLOWLOG", "GET", 9) if one[3][0] in
             (b"EVALSHA", b"EVAL")]  # fmt: skip
     store.line.call("CONFIG", "SET", "slowlog-log-slower-than", 10_000)

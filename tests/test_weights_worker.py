@@ -190,7 +190,7 @@ def test_a_replay_runs_each_entry_with_the_version_that_answered_it(
     publish(client, trees["v1"], version="v1")
     options = ("--checkpoint-interval", "60", "--lease", "1", "--sweep", "0.5")
     first = worker_process(*options).wait_ready(1)
-    frames = streams_of(3, 12, model.frame_shape, seed=9)
+    frames = streams_of(3, 13, model.frame_shape, seed=9)
     sessions = {name: client.open(name) for name in frames}
     replies = {name: [] for name in frames}
     for name, session in sessions.items():
@@ -209,10 +209,13 @@ def test_a_replay_runs_each_entry_with_the_version_that_answered_it(
         delete(catalogue, "v1")
     second = worker_process(*options, log="second.log").wait_ready(1)
     for name, session in sessions.items():
-        for frame in frames[name][6:]:
+        for frame in frames[name][6:12]:
             session.push(frame)
     for name, session in sessions.items():
         replies[name] += list(itertools.islice(session.replies(20), 6))
+        wait_until(lambda n=name: client.redis.hget(KEYS.row(n), "weights") == b"v2", 10)
+        session.push(frames[name][12])
+        replies[name] += list(itertools.islice(session.replies(20), 1))
     for name in frames:
         assert [r.weights for r in replies[name][:6]] == ["v1"] * 6
         assert {r.weights for r in replies[name][6:]} <= {"v1", "v2"}

@@ -35,7 +35,7 @@ class Composed:
     state: bytes
 
 
-WEIGHTS = "w9"
+WEIGHTS, LAYOUT = "w9", "l1"
 """What made all outputs. A call that names them has a short way for commits of outputs alone."""
 
 
@@ -72,7 +72,9 @@ def saved(one: Composed) -> Composed:
     """The same with a checkpoint, where it is not an end."""
     if one.commit.action == "end":
         return one
-    checkpoint = Checkpoint(one.state, "l1", f"w{len(one.commit.answers)}")
+    # Half of them of the weights that the outputs are of, which is the usual checkpoint.
+    of = WEIGHTS if len(one.commit.answers) % 2 else f"w{len(one.commit.answers)}"
+    checkpoint = Checkpoint(one.state, LAYOUT, of)
     return replace(one, commit=replace(one.commit, checkpoint=checkpoint))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from slot_table.commits import WEIGHTS, Composed, View, described
+from slot_table.commits import LAYOUT, WEIGHTS, Composed, View, described
 from slot_table.ledger import Ledger
 from slot_table.model import Model
 from slot_table.row import Stream, fold
@@ -239,7 +239,9 @@ class World:
             # Every third call takes the long way for what is usual, too: both must say the same.
             self.calls += 1
             weights = WEIGHTS if self.calls % 3 else "others"
-            results = self.tables[worker].commit([one.commit for one in part], weights=weights)
+            results = self.tables[worker].commit(
+                [one.commit for one in part], weights=weights, layout=LAYOUT
+            )
             for one, result in zip(part, results, strict=True):
                 self.note(f"{worker} commits {described(one.commit)}: {result}")
             wanted = [self.model.commit(worker, one.commit) for one in part]

@@ -22,7 +22,7 @@ from slotstream_worker.hosted import Hosted
 from slotstream_worker.rounds import Flying, Round
 from slotstream_worker.running import Runner
 from slotstream_worker.scheduler import MayRun, Scheduler
-from slotstream_worker.store.commits import Answer, fence_of, raw_id
+from slotstream_worker.store.commits import Answer, raw_id
 from slotstream_worker.store.inbox import Raw
 from slotstream_worker.store.table import Row
 from slotstream_worker.weights.residents import Residents
@@ -120,7 +120,6 @@ class Host:
                 partition,
                 row.epoch,
                 row.cuts,
-                fence_of(row.session, row.epoch, row.cuts),
                 base=raw_id(row.done),
                 read_to=raw_id(row.done),
                 weights=row.weights or self.residents.current,

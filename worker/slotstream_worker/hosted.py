@@ -17,7 +17,7 @@ SUSPICIOUS = 2
 class Hosted:
     """One session here, under one epoch. Ids are as Redis writes them.
 
-    `fence` is what its commits are fenced by, packed. `base` is the id of the last entry whose
+    `base` is the id of the last entry whose
     answer Redis has, `read_to` that of the last entry read. `unsettled`: how many entries, the one
     in flight and the first of `queue`, were answered by an owner before; they run again, and
     nothing is published. `more`: its stream may hold entries that have not been read. `usual`: all
@@ -37,7 +37,6 @@ class Hosted:
     partition: int
     epoch: bytes
     cuts: bytes
-    fence: bytes
     base: bytes
     read_to: bytes
     weights: str

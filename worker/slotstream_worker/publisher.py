@@ -23,7 +23,15 @@ from slotstream_worker.config import WorkerConfig
 from slotstream_worker.host import Host
 from slotstream_worker.hosted import Hosted
 from slotstream_worker.metrics import Metrics
-from slotstream_worker.store.commits import Answer, Batch, Checkpoint, Commit, Output, raw_id
+from slotstream_worker.store.commits import (
+    Answer,
+    Batch,
+    Checkpoint,
+    Commit,
+    Output,
+    fence_of,
+    raw_id,
+)
 from slotstream_worker.store.partition import Partition
 
 _FULL_CHECK_S = 0.05
@@ -214,7 +222,8 @@ class Publisher:
         ):
             state = checkpoint.state if checkpoint else None
             outputs = cast("list[Output]", answers)
-            sent.batch.add_usual(hosted.session, hosted.fence, hosted.base, outputs, state)
+            fence = fence_of(hosted.session, hosted.epoch, hosted.cuts)
+            sent.batch.add_usual(hosted.session, fence, hosted.base, outputs, state)
             commit = None
         else:
             commit = self._commit(hosted, answers, checkpoint)

@@ -21,7 +21,8 @@ from slotstream_worker.publisher import Publisher
 from slotstream_worker.store.commits import raw_id
 from slotstream_worker.store.inbox import Queues, streams_a_read
 from slotstream_worker.store.partition import Partition
-from slotstream_worker.store.table import Row
+from slotstream_worker.store.table import Position, Row
+from slotstream_worker.sweeping import Sweep
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Shard:
         self.outage = Outage(f"partition {self.number}")
         self.ordered_to_drain = False
         self._judge = Judge(config.lease_s)
-        self._swept_at = self._judged_at = 0.0
+        self._sweep = Sweep(config.sweep_s)
+        self._judged_at = 0.0
         self._rests_until = 0.0
         self._shed_at: dict[str, float] = {}
         self._asked: dict[str, Hosted] = {}
@@ -95,8 +97,10 @@ class Shard:
             self._admit(queues)
         now = time.monotonic()
         self._judge.contact(now)
-        if now - self._swept_at > self.config.sweep_s:
-            self.sweep()
+        if self._sweep.over(now):
+            self._begin_sweep(now)
+        if not self.publisher.in_doubt:  # a row that our own commit has just changed is no other's
+            self._compare(self._sweep.part(now))
         if now - self._judged_at > min(self.config.lease_s / 4, _JUDGE_S) and self._judge.sits(now):
             self._judged_at = now
             self._take_from_the_dead(now)
@@ -133,6 +137,9 @@ class Shard:
         self._judge.connected(time.monotonic())
         self.publisher.publish(self.partition)
         self.sweep()
+        self.host.changed(
+            self.number, self.hosted
+        )  # Redis watches for this connection what it read
 
     def join(self) -> None:
         """Open the connections; take at once what older processes of this one's name own."""
@@ -168,38 +175,55 @@ class Shard:
             self.host.drop(self.publisher.flush(self.partition))
 
     def sweep(self) -> None:
-        """The slow truth: drop what is no longer held, claim anew what is, read every stream."""
+        """The slow truth: drop what is no longer held, claim anew what is, read what was missed."""
         # Nothing in doubt first: a row that our own commit has just changed is no other's.
         self._dropped(self.publisher.take_answers(self.partition, wait=True))
-        self._swept_at = time.monotonic()
-        table, hosted = self.partition.table, self.hosted
-        names = list(hosted)
-        gone = []
-        for name, fence in zip(names, table.fences(names), strict=True):
-            one = hosted[name]
-            if fence is None:
+        now = time.monotonic()
+        self._begin_sweep(now)
+        while names := self._sweep.part(now, rest=True):
+            self._compare(names)
+
+    def _begin_sweep(self, now: float) -> None:
+        """Claim anew what is owned and not held, and look at what no change may have told of."""
+        self._sweep.begin(self.hosted, now)
+        table, inbox = self.partition.table, self.partition.inbox
+        if table.count_owned() != len(self.hosted):
+            missing = table.owned() - {name.encode() for name in self.hosted}
+            if missing:
+                log.warning("%d sessions are owned but not held; claimed anew", len(missing))
+                self._adopt(table.take(missing, self.config.worker, "self", self.host.room).rows)
+        if self.config.rebalance:
+            self._even_out()
+        inbox.news = True
+        inbox.check()
+
+    def _compare(self, names: Sequence[str]) -> None:
+        """Compare some of what is held with what Redis says."""
+        held = [self.hosted[name] for name in names if name in self.hosted]
+        if not held:
+            return
+        differ, unread = self.partition.table.compare(
+            [Position(one.session, one.epoch, one.base, one.read_to) for one in held]
+        )
+        self.host.changed(self.number, unread)
+        lost, gone = [], []
+        for one in held:
+            fence = differ.get(one.session)
+            if one.session not in differ:
+                if self._idle(one):
+                    self.host.finish(one, "end", "idle")
+            elif fence is None:
                 gone.append(one)
             elif (
                 fence.owner != self.config.worker
                 or fence.epoch != one.epoch
                 or raw_id(fence.done) != one.base
             ):
-                self._dropped([one])
+                lost.append(one)
             elif fence.status == "closing" and not one.mark:
                 self.host.finish(one, "end", "close")
-            elif self._idle(one):
-                self.host.finish(one, "end", "idle")
         self._forgotten(gone)
-        missing = table.owned() - {name.encode() for name in self.hosted}
-        if missing:
-            log.warning("%d sessions are owned but not held; claimed anew", len(missing))
-            self._adopt(table.take(missing, self.config.worker, "self", self.host.room).rows)
-        if self.config.rebalance:
-            self._even_out()
-        inbox = self.partition.inbox
-        self.host.changed(self.number, self.hosted)
-        inbox.news = True
-        inbox.check()
+        self._dropped(lost)
 
     def may_run(self, suspect: Hosted) -> bool:
         """Say that a suspect is about to run alone; whether it is still held."""
@@ -301,7 +325,7 @@ class Shard:
                     f"{fence.owner}, a newer process of the name {self.config.name}, has "
                     "taken this one's sessions; this one stops"
                 )
-        self._swept_at = 0.0  # what is still this worker's own is claimed anew at once
+        self._sweep.hurry()  # what is still this worker's own is claimed anew at once
 
     def _forgotten(self, gone: Sequence[Hosted]) -> None:
         """Tell the readers of sessions that have no row any more, and forget them here too."""

@@ -110,7 +110,12 @@ class Commit:
 
 def fence_of(session: str, epoch: bytes, cuts: bytes) -> bytes:
     """What a session's commits are fenced by, as the first arguments of each."""
-    return argument(session.encode()) + argument(epoch) + argument(cuts)
+    name = session.encode()
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+        *(len(name), name),
+        *(len(epoch), epoch),
+        *(len(cuts), cuts),
+    )
 
 
 class Batch:

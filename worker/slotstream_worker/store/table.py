@@ -19,7 +19,7 @@ from slotstream.names import Keys
 from slotstream_worker.store.commits import Answer, Batch, Checkpoint, Commit
 from slotstream_worker.store.luascripts import script
 
-__all__ = ["Answer", "Checkpoint", "Commit", "Fence", "Row", "SlotTable", "Taken"]
+__all__ = ["Answer", "Checkpoint", "Commit", "Fence", "Position", "Row", "SlotTable", "Taken"]
 
 CLAIM_BYTES = 8 * 2**20
 SESSIONS_A_TAKE = 16
@@ -32,6 +32,15 @@ class Fence(NamedTuple):
     owner: str
     epoch: bytes
     done: EntryId
+
+
+class Position(NamedTuple):
+    """How far a worker is with a session; ids as Redis writes them."""
+
+    session: str
+    epoch: bytes
+    done: bytes
+    read_to: bytes
 
 
 @dataclass(frozen=True)
@@ -141,17 +150,19 @@ class SlotTable:
             )
         return taken
 
-    def commit(self, commits: Sequence[Commit], *, weights: str = "") -> list[str]:
+    def commit(
+        self, commits: Sequence[Commit], *, weights: str = "", layout: str = ""
+    ) -> list[str]:
         """Commit many sessions; for each `ok`, `applied`, `lost`, `full`, `refused` or `busy`."""
         results: list[str] = []
-        batch = Batch(weights)
+        batch = Batch(weights, layout)
         for k, commit in enumerate(commits):
             batch.add(commit)
             if batch.full or k == len(commits) - 1:
                 self.send_commits(batch, self.line)
                 unusual = batch.results(self.receive_commits(batch, self.line))
                 results += [unusual.get(n, "ok") for n in range(len(batch.sessions))]
-                batch = Batch(weights)
+                batch = Batch(weights, layout)
         return results
 
     def send_commits(self, batch: Batch, line: Line, *, whole: bool = False) -> None:
@@ -199,6 +210,25 @@ class SlotTable:
             for answer in self.line.calls([("EXISTS", self.keys.lease(w)) for w in workers])
         ]
 
+    def count_owned(self) -> int:
+        """How many sessions this worker owns."""
+        return int(self.line.call("SCARD", self.keys.owned(self.worker)))
+
+    def compare(self, sessions: Sequence[Position]) -> tuple[dict[str, Fence | None], list[str]]:
+        """What differs from what is held: rows that are not this worker's, live, and so far.
+
+        Returns:
+            What fences each such row, None where there is no row; and the sessions whose stream
+            holds an entry behind the last one read.
+        """
+        args = [arg for position in sessions for arg in position]
+        others, unread = self._run("sweep", [one.session for one in sessions], self.worker, *args)
+        differ: dict[str, Fence | None] = {}
+        for k in range(0, len(others), 5):
+            number, *row = others[k : k + 5]
+            differ[sessions[number - 1].session] = _fence(*row) if row[0] else None
+        return differ, [sessions[number - 1].session for number in unread]
+
     def fences(self, sessions: Sequence[str]) -> list[Fence | None]:
         """What fences each session's row; None where there is no row at all."""
         commands = [
@@ -211,10 +241,7 @@ class SlotTable:
                     raise answer
                 found.append(None)
                 continue
-            status, owner, epoch, done = answer
-            found.append(None if status is None else Fence(
-                status.decode(), (owner or b"").decode(), epoch or b"",
-                EntryId.parse(done or b"0-0")))  # fmt: skip
+            found.append(None if answer[0] is None else _fence(*answer))
         return found
 
     def _run(self, name: str, sessions: Iterable[str], *args: Arg, also: Sequence[str] = ()) -> Any:
@@ -229,6 +256,12 @@ class SlotTable:
             keys += self.keys.shared(self.worker, *also)
             keys += [key for session in sessions for key in self.keys.of(session)]
         return keys, [*self._common, *args]
+
+
+def _fence(status: bytes, owner: bytes | None, epoch: bytes | None, done: bytes | None) -> Fence:
+    return Fence(
+        status.decode(), (owner or b"").decode(), epoch or b"", EntryId.parse(done or b"0-0")
+    )
 
 
 def _counts(taken: Taken) -> tuple[int, int, int]:
