@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from slotstream import Client
 from slotstream_worker import StreamModel
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine.model import random_frames
+from slotstream_worker.service import calm_collector
 from slotstream_worker.worker import Worker
 
 _PATIENCE_S = 300.0
@@ -50,7 +52,7 @@ class Hosting:
     @property
     def answered(self) -> int:
         """Replies published so far."""
-        return int(value_of(self.worker.metrics.replies))
+        return sum(shard.publisher.published for shard in self.worker.shards)
 
     def turn_until(self, done: Callable[[], bool]) -> None:
         """Turn the worker until `done`."""
@@ -61,12 +63,19 @@ class Hosting:
                 raise TimeoutError("the worker did not get there")
 
     def work_off(self, deep: int) -> float:
-        """Fill every active session with `deep` frames; seconds a frame until all are answered."""
+        """Fill every active session with `deep` frames; seconds a frame until all are answered.
+
+        Python's garbage collector is set as a worker's process sets it, and afterwards as it was.
+        """
         total = self.backlog.fill(deep)
         target = self.answered + total
+        usual = gc.get_threshold()
+        calm_collector()
         start = time.perf_counter()
         self.turn_until(lambda: self.answered >= target)
         passed = time.perf_counter() - start
+        gc.set_threshold(*usual)
+        gc.unfreeze()
         self.backlog.trim()
         return passed / total
 

@@ -189,6 +189,15 @@ def as_user(server: Server, user: str) -> redis.Redis:
     return redis.Redis.from_url(url_of(server, user), protocol=2)
 
 
+def test_a_socket_does_as_well_as_an_address(calm, model):
+    streams, expected = calm
+    with EmbeddedRedis() as server:
+        worker = ThreadedWorker(server.socket_url, model, checkpoint_interval_s=0.1).start()
+        with Client(server.socket_url) as client:
+            assert_same(client.run(streams), expected)
+        worker.drain()
+
+
 def test_a_producer_and_a_worker_need_no_more_than_the_rights_in_the_documentation(
     guarded, calm, model
 ):

@@ -60,6 +60,11 @@ class EmbeddedRedis:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
+    def socket_url(self) -> str:
+        """The same server by its socket, for whoever runs on this machine."""
+        return f"unix://{self._folder.name}/redis.sock"
+
+    @property
     def pid(self) -> int:
         """Process id of the server."""
         if self._process is None:
@@ -74,6 +79,8 @@ class EmbeddedRedis:
             str(self.port),
             "--bind",
             "127.0.0.1",
+            "--unixsocket",
+            str(Path(self._folder.name) / "redis.sock"),
             "--dir",
             self._folder.name,
             "--save",

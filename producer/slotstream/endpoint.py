@@ -180,15 +180,16 @@ def _ask(pool: redis.ConnectionPool, *command: str) -> Any:
 def _pool(url: str, name: str, address: tuple[str, int] | None = None) -> redis.ConnectionPool:
     # Defaults of the client library differ between its versions (socket timeout, protocol,
     # retries), and each of them has lost somebody data: so they are set here, once.
+    tcp: dict[str, Any] = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = redis.ConnectionPool.from_url(
         url,
+        **tcp,
         # The pool counts every connection it ever made for a line, and those are not given back.
         max_connections=2**31,
         protocol=2,
         decode_responses=False,
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_keepalive=True,
         health_check_interval=0,
         retry=Retry(NoBackoff(), 0),
         client_name=name,

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import msgpack
 import numpy as np
 
-from slotstream.arguments import around
-from slotstream.codec import encode, header
 from slotstream.errors import BadFrame
 from slotstream.named import AnyFrames
-from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.store.commits import Answer
 
 Frames = np.ndarray[Any, np.dtype[np.generic]]
 
@@ -130,80 +124,6 @@ class EntryReader:
                 f"this app takes frames of {frame} steps, the last one too, got {steps}: what its "
                 "replies carry is made of whole frames",
             )
-
-
-class AnswerWriter:
-    """Writes the answers of one model: encoded outputs, and the fields of `out` entries."""
-
-    def __init__(self, model: StreamModel) -> None:
-        self._outputs, self._single = model.outputs, model.single
-        packer = msgpack.Packer()
-        parts: list[bytes] = [] if model.single else [packer.pack_map_header(len(model.outputs))]
-        self._layout: list[tuple[str, int, int]] = []  # name, and where its data begin and end
-        at = sum(map(len, parts))
-        for output in model.outputs:
-            head = header(output.dtype, output.shape)
-            if not model.single:
-                head = packer.pack(output.name) + head
-            nbytes = prod(output.shape) * output.dtype.itemsize
-            parts += [head, bytes(nbytes)]
-            self._layout.append((output.name, at + len(head), at + len(head) + nbytes))
-            at += len(head) + nbytes
-        before, after = around(at)
-        self._before, self._after = len(before), len(after)
-        self._layout = [(name, start + len(before), stop + len(before))
-                        for name, start, stop in self._layout]  # fmt: skip
-        self._template = np.frombuffer(b"".join([before, *parts, after]), np.uint8)
-
-    def outputs(self, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[bytes]:
-        """The encoded outputs of a launch's rows, from arrays `[rows, frame, ...]` by name.
-
-        All rows at once: an encoding of fixed shapes differs only in its data. Each is packed as
-        an argument of a command, as it goes to Redis; `raw` is without.
-        """
-        rows = len(next(iter(outputs.values())))
-        size = len(self._template)
-        block = np.empty((rows, size), np.uint8)
-        block[:] = self._template
-        for name, start, stop in self._layout:
-            if start == stop:
-                continue
-            array = np.ascontiguousarray(outputs[name])
-            block[:, start:stop] = array.reshape(rows, -1).view(np.uint8).reshape(rows, -1)
-        data = block.tobytes()
-        return [data[at : at + size] for at in range(0, rows * size, size)]
-
-    def raw(self, packed: bytes) -> bytes:
-        """An encoded output that was packed as an argument of a command."""
-        return packed[self._before : -self._after]
-
-    def cut(self, outputs: Mapping[str, np.ndarray[Any, Any]], row: int, steps: int) -> bytes:
-        """The encoded outputs of one row of a launch, of whose frame only `steps` were real."""
-        arrays = {
-            output.name: outputs[output.name][row][:steps]
-            if output.timed
-            else outputs[output.name][row]
-            for output in self._outputs
-        }
-        return encode(next(iter(arrays.values())) if self._single else arrays)
-
-    def usual(self, id: bytes, packed: bytes, weights: str) -> Answer:  # noqa: A002 (the field's own name)
-        """The answer of an entry that was a frame and nothing else, from its packed output."""
-        return Answer(id, ("output", self.raw(packed), "weights", weights))
-
-    def output(self, entry: Entry, output: bytes, weights: str) -> Answer:
-        """The answer of an entry whose frame ran, from its encoded output."""
-        fields: tuple[bytes | str, ...] = ("output", output, "weights", weights)
-        return Answer(entry.id, (*fields, "op", "reset") if entry.reset else fields)
-
-    def op(self, entry: Entry) -> Answer:
-        """The answer of an entry that holds an op, or only an end."""
-        return Answer(entry.id, ("op", "reset") if entry.reset else (), effect=entry.reset)
-
-    def error(self, entry: Entry, code: str, message: str) -> Answer:
-        """The answer of an entry that changed nothing."""
-        raw = msgpack.packb({"code": code, "message": message[:500]})
-        return Answer(entry.id, ("error", raw), effect=False)
 
 
 def _text(raw: bytes) -> str:

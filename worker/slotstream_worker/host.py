@@ -13,11 +13,12 @@ from time import monotonic
 
 from slotstream.codec import FrameCodec
 from slotstream.named import AnyFrames, NamedFrames
+from slotstream_worker.answers import AnswerWriter
 from slotstream_worker.engine.engine import Engine, Ran
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Session
 from slotstream_worker.engine.rows import Rows
-from slotstream_worker.entries import AnswerWriter, Entry, EntryReader
+from slotstream_worker.entries import Entry, EntryReader
 from slotstream_worker.hosted import Hosted
 from slotstream_worker.rounds import Flying, Round
 from slotstream_worker.running import Runner
@@ -308,8 +309,9 @@ class Host:
         if formed.depth > 1:
             self._ran_far(formed, ran, now)
             return
-        outputs = self.writer.outputs(ran.outputs)
-        for row, (k, output) in enumerate(zip(ran.positions, outputs, strict=True)):
+        ids = [formed.ids[k] for k in ran.positions]
+        answers = self.writer.outputs(ids, ran.outputs)
+        for row, (k, answer) in enumerate(zip(ran.positions, answers, strict=True)):
             hosted = formed.hosted[k]
             if hosted.gone:
                 continue
@@ -318,27 +320,25 @@ class Host:
                 if 0 < entry.steps < self.frames.shape[0]:
                     raw = self.writer.cut(ran.outputs, row, entry.steps)
                 else:
-                    raw = self.writer.raw(output)
+                    raw = self.writer.raw(answer)
                 self._answered(hosted, entry, self.writer.output(entry, raw, hosted.weights))
                 continue
             hosted.in_flight = False
             hosted.active_at = now
             if hosted.attempts:
                 self.scheduler.cleared(hosted)
-            hosted.answers.append((formed.ids[k], output))
+            hosted.answers.append(answer)
             self._acting[hosted.partition][hosted.session] = hosted
             if hosted.queue:
                 self.scheduler.add(hosted)
 
     def _ran_far(self, formed: Round, ran: Ran, now: float) -> None:
         depth = formed.depth
-        outputs = self.writer.outputs(
-            {
-                name: array.reshape(len(array) * depth, *array.shape[2:])
-                for name, array in ran.outputs.items()
-            }
-        )
-        answers = list(zip(formed.ids, outputs, strict=True))
+        outputs = {
+            name: array.reshape(len(array) * depth, *array.shape[2:])
+            for name, array in ran.outputs.items()
+        }
+        answers = self.writer.outputs(formed.ids, outputs)
         for k, hosted in enumerate(formed.hosted):
             if hosted.gone:
                 continue

@@ -71,6 +71,8 @@ class Publisher:
         self._partition, self._layout = partition, host.engine.model.spec.layout
         self._wave: deque[Sent] = deque()  # their answers have not come; the oldest first
         self._again: list[Sent] = []  # of the wave: Redis did not know the script
+        self.published = 0
+        """Replies that Redis has taken."""
         self._line: Line | None = None  # what the wave went out on
         self._full: dict[str, Hosted] = {}
         self._full_checked = 0.0
@@ -245,7 +247,7 @@ class Publisher:
             [
                 answer
                 if isinstance(answer, Answer)
-                else self.host.writer.usual(*answer, hosted.weights)
+                else self.host.writer.usual(answer, hosted.weights)
                 for answer in answers
             ],
             checkpoint,
@@ -259,7 +261,7 @@ class Publisher:
     def _settle(self, partition: Partition, sent: Sent, unusual: dict[int, str]) -> list[Hosted]:
         lost: list[Hosted] = []
         over: list[Hosted] = []
-        replies = errors = 0
+        replies = errors = saved = saved_bytes = 0
         for k, part in enumerate(sent.parts):
             hosted, answers = part.hosted, part.answers
             if hosted.gone:
@@ -276,12 +278,15 @@ class Publisher:
                     continue
             if part.checkpoint:
                 self.checkpoints.written(hosted)
-                self.metrics.checkpoints.inc()
-                self.metrics.checkpoint_bytes.inc(len(part.checkpoint.state))
+                saved += 1
+                saved_bytes += len(part.checkpoint.state)
             elif answers:
                 self.checkpoints.moved(hosted)
+        self.published += replies
         self.metrics.replies.inc(replies)
         self.metrics.errors.inc(errors)
+        self.metrics.checkpoints.inc(saved)
+        self.metrics.checkpoint_bytes.inc(saved_bytes)
         self.host.drop(over)
         self.metrics.oldest.set(self.checkpoints.oldest_s)
         return lost

@@ -58,6 +58,7 @@ class Scheduler:
         self._suspects: dict[str, Hosted] = {}
         self._trial: Hosted | None = None
         self._suspect_next = self._publish_first = False
+        self._news = True  # since a round was last formed, or not
         self._catching_up = 0  # rounds under way that run several entries of a session
         self._wait_s, self._enough = wait_s, enough
         self._ready_since = 0.0
@@ -65,7 +66,11 @@ class Scheduler:
     # Who is in line
 
     def add(self, hosted: Hosted) -> None:
-        """Let a session run, behind all others, where it has something to run."""
+        """Let a session run, behind all others, where it has something to run.
+
+        One that is in line already may have more of it.
+        """
+        self._news = True
         if hosted.listed or hosted.suspect or not hosted.runnable or hosted.gone:
             return
         hosted.listed = True
@@ -147,6 +152,7 @@ class Scheduler:
         """A round is not under way any more."""
         self.in_flight -= len(formed)
         self._catching_up -= formed.depth > 1
+        self._news = True
 
     def put_back(self, formed: Round) -> None:
         """Put a round of several frames back; they run one by one, where each can fail alone."""
@@ -159,6 +165,7 @@ class Scheduler:
                 hosted.listed = True
                 self._ready.appendleft(hosted)
         self.in_flight -= len(formed.hosted)
+        self._news = True
         formed.hosted = []
 
     def _on_trial(self, hosted: Hosted) -> bool:
@@ -186,10 +193,13 @@ class Scheduler:
         behind = self._is_behind(self._ready[0])
         # While others catch up, the device is busy: whoever is behind waits to fill a launch too.
         patient = self._catching_up > 0
+        if patient and not self._news:
+            return Round()  # nobody has come since they were too few
         formed = self._several(room, full=patient) if behind else Round()
         if not formed:
             limit = min(self.engine.round_rows, room)
             formed = self._one_each(limit, leave=patient or not behind, patient=patient)
+        self._news = bool(formed)  # after one there may be another
         self.in_flight += len(formed)
         self._catching_up += formed.depth > 1
         return formed

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 FRAMES = 16
 """Frames of a session that one launch runs, at most."""
+ROWS = 128
+"""Rows of such a launch where more would be hardly cheaper: few sessions fill it."""
 _LONGEST_MS = 100.0
 """What such a launch may take: whoever comes meanwhile waits for it."""
 _BYTES = 32 * 2**20

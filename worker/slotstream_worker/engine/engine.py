@@ -105,7 +105,8 @@ class Engine:
         # After the probe: rows that launches made may be bound to a device, which is compiled anew.
         self.pool.warm()
         self._cover = self.probed.cover
-        rows = self._rows_within(_WORTH_BEHIND)
+        worth = self._rows_within(_WORTH_BEHIND)
+        rows = max([r for r in worth if r <= catchup.ROWS], default=min(worth))
         ms = self._cover.cost_ms[rows]
         self.catch_up = catchup.found(self.launcher, self.pool, rows, ms)
         return self.probed
@@ -117,14 +118,13 @@ class Engine:
         Rounds of fewer rows than there are let one be formed and another be published while a
         third runs.
         """
-        return self._rows_within(_WORTH)
+        return min(self._rows_within(_WORTH), default=self.pool.slots)
 
-    def _rows_within(self, worth: float) -> int:
-        """The smallest launch whose rows are at most `worth` times as dear as the cheapest."""
-        if self._cover is None:
-            return self.pool.slots
-        each = {count: ms / count for count, ms in self._cover.cost_ms.items()}
-        return min(count for count, ms in each.items() if ms <= worth * min(each.values()))
+    def _rows_within(self, worth: float) -> list[int]:
+        """The launches whose rows are at most `worth` times as dear as the cheapest."""
+        cost_ms = self._cover.cost_ms if self._cover else {}
+        each = {count: ms / count for count, ms in cost_ms.items()}
+        return [count for count, ms in each.items() if ms <= worth * min(each.values())]
 
     @property
     def row_counts(self) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ BYTES_A_CALL = 256 * 1024
 
 Id = bytes | EntryId
 Output = tuple[bytes, bytes]
-"""A reply that holds an output: the id of the entry it answers, and the encoded output, packed as
-an argument of a command."""
+"""A reply that holds an output: the id of the entry it answers, and both this id and the encoded
+output as arguments of a command, packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class Commit:
                 return None
             output = fields[1]
             raw = output if isinstance(output, bytes) else output.encode()
-            found.append((raw_id(answer.id), argument(raw)))
+            id_ = raw_id(answer.id)
+            found.append((id_, argument(id_) + argument(raw)))
         return found
 
     def args(self) -> Iterator[Arg]:
@@ -160,10 +161,11 @@ class Batch:
         """
         self.sessions.append(session)
         kind = b"+" if state is not None else b""
-        parts = [fence, argument(base), argument(b"%b%d" % (kind, len(outputs)))]
-        for id_, output in outputs:
-            parts += (b"$%d\r\n%b\r\n" % (len(id_), id_), output)
-            self._nbytes += len(output)
+        count = b"%b%d" % (kind, len(outputs))
+        head = b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n" % (fence, len(base), base, len(count), count)
+        parts = [head, *[packed for _, packed in outputs]]
+        if outputs:
+            self._nbytes += len(outputs) * len(outputs[0][1])
         self._replies += len(outputs)
         if state is not None:
             parts.append(argument(state))
