@@ -21,7 +21,7 @@ from slotstream_worker.engine.catchup import CatchUp
 from slotstream_worker.engine.cover import Cover
 from slotstream_worker.engine.launch import Launched, Launcher
 from slotstream_worker.engine.model import StreamModel
-from slotstream_worker.engine.pool import Pool, Session
+from slotstream_worker.engine.pool import Places, Pool, Session
 from slotstream_worker.engine.probe import Probe, candidates, probe
 
 Weights = str | Sequence[str]
@@ -176,23 +176,24 @@ class Engine:
         steps: Sequence[int] | None,
         weights: Weights,
     ) -> Flight:
-        has_state = self.pool.all_have_state(sessions)
+        places = self.pool.places(sessions)
+        has_state = places.has_state
         if from_rest:
             has_state &= np.array([session not in from_rest for session in sessions], bool)
         parts: list[tuple[Launched, Sequence[int]]] = []
         sole = weights if isinstance(weights, str) else None
-        if sole is not None and (has_state.all() or not has_state.any()):
-            where, state = range(len(sessions)), bool(has_state[:1].all())
-            variables = self.versions[sole]
-            self._launch(parts, sessions, frames, where, state, variables, steps)
+        ran = int(np.count_nonzero(has_state))
+        if sole is not None and ran in (0, len(sessions)):
+            where, variables = range(len(sessions)), self.versions[sole]
+            self._launch(parts, places, frames, where, ran > 0, variables, steps)
         else:
             groups: dict[tuple[str, bool], list[int]] = {}
             for k, state in enumerate(has_state.tolist()):
                 groups.setdefault((weights[k] if sole is None else sole, state), []).append(k)
-            for (version, state), places in sorted(groups.items()):
-                chosen, variables = [sessions[k] for k in places], self.versions[version]
-                real = [steps[k] for k in places] if steps is not None else None
-                self._launch(parts, chosen, frames[places], places, state, variables, real)
+            for (version, state), chosen in sorted(groups.items()):
+                variables = self.versions[version]
+                real = [steps[k] for k in chosen] if steps is not None else None
+                self._launch(parts, places, frames[chosen], chosen, state, variables, real)
         return Flight(
             tuple(part for part, _ in parts),
             tuple(where for _, where in parts),
@@ -231,23 +232,27 @@ class Engine:
     def _launch(
         self,
         parts: list[tuple[Launched, Sequence[int]]],
-        sessions: Sequence[Session],
+        places: Places,
         frames: np.ndarray[Any, Any],
         positions: Sequence[int],
         has_state: bool,
         variables: Any,
         steps: Sequence[int] | None,
     ) -> None:
-        """Launch rows that are all at rest, or all hold state, and run with the same version."""
+        """Launch rows that are all at rest, or all hold state, and run with the same version.
+
+        `positions` says which sessions of `places` they are; `frames` and `steps` are theirs.
+        """
         start = 0
-        for count in self._cover.split(len(sessions)) if self._cover else ():
+        for count in self._cover.split(len(positions)) if self._cover else ():
             part = slice(start, start + count)
-            plan = self.pool.plan(sessions[part], rows=count)
-            plan.has_state[:] = has_state
+            where = positions[part]
+            seats = part if isinstance(positions, range) else where
+            plan = places.plan(seats, count, has_state=has_state)
             block = _block(frames[part], count)
             real = steps[part] if steps is not None else None
             launched = self.launcher.launch(self.pool, plan, block, real, variables)
-            parts.append((launched, positions[part]))
+            parts.append((launched, where))
             start += count
 
     def finish(self, flight: Flight) -> list[Ran]:

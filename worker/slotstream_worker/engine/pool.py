@@ -55,6 +55,42 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the sessions of a round are: arrays `[sessions]` as in `Plan`, before any padding."""
+
+    sessions: Sequence[Session]
+    slots: NDArray[np.int32]
+    has_state: NDArray[np.bool_]
+    generations: NDArray[np.int64]
+    sink: int
+
+    def plan(
+        self, part: slice | Sequence[int], rows: int, *, has_state: bool | None = None
+    ) -> Plan:
+        """Address a launch of `rows` rows over some of the sessions.
+
+        Args:
+            part: which of them.
+            rows: at least as many.
+            has_state: of all of them alike, whatever they hold.
+        """
+        slots, generations = self.slots[part], self.generations[part]
+        count = len(slots)
+        if count == rows:
+            indices = slots
+        else:
+            indices = np.full(rows, self.sink, np.int32)
+            indices[:count] = slots
+        if has_state is None:
+            states = np.zeros(rows, bool)
+            states[:count] = self.has_state[part]
+        else:
+            states = np.full(rows, has_state)
+        named = self.sessions[part] if isinstance(part, slice) else [self.sessions[k] for k in part]
+        return Plan(tuple(named), indices, states, generations)
+
+
+@dataclass(frozen=True)
 class Admission:
     """Outcome of `admit`: the sessions that got a slot by it, or how many slots were short."""
 
@@ -149,10 +185,6 @@ class Pool:
         """Whether the session has left rest."""
         return bool(self._has_state[self._held[session]])
 
-    def all_have_state(self, sessions: Sequence[Session]) -> NDArray[np.bool_]:
-        """Which of the sessions have left rest, bool `[sessions]`."""
-        return self._has_state[self._slots_of(sessions)]
-
     # Slots
 
     def admit(self, sessions: Iterable[Session], forks: Iterable[Session] = ()) -> Admission:
@@ -220,20 +252,27 @@ class Pool:
         staged by being kept, and dropped by being forgotten.
         """
         rows = len(sessions) if rows is None else rows
-        if len(set(sessions)) != len(sessions) or len(sessions) > rows:
+        if len(sessions) > rows:
             raise ValueError(
-                f"a launch of {rows} rows takes at most so many sessions, each once; "
-                f"got {len(sessions)}"
+                f"a launch of {rows} rows takes at most so many sessions, got {len(sessions)}"
             )
-        count = len(sessions)
-        slots = self._slots_of(sessions)
-        indices = np.full(rows, self.sink, np.int32)
-        indices[:count] = slots
-        has_state = np.zeros(rows, bool)
-        has_state[:count] = self._has_state[slots]
+        plan = self.places(sessions).plan(slice(0, len(sessions)), rows)
         if coming := {session for plan in ahead for session in plan.sessions}:
-            has_state[:count] |= np.fromiter((s in coming for s in sessions), bool, count)
-        return Plan(tuple(sessions), indices, has_state, self._generations[slots])
+            known = np.fromiter((s in coming for s in sessions), bool, len(sessions))
+            plan.has_state[: len(sessions)] |= known
+        return plan
+
+    def places(self, sessions: Sequence[Session]) -> Places:
+        """Where the sessions of a round are, looked up once for all of its launches.
+
+        Raises:
+            ValueError: a session is named twice.
+            KeyError: one holds no slot.
+        """
+        if len(set(sessions)) != len(sessions):
+            raise ValueError("a round takes each session once")
+        slots = self._slots_of(sessions)
+        return Places(sessions, slots, self._has_state[slots], self._generations[slots], self.sink)
 
     def check(self, plan: Plan) -> None:
         """Raise `StalePlan` where a row the plan names is not what it was planned on."""
@@ -250,9 +289,9 @@ class Pool:
         A row whose session was released, reset, written or forked onto since goes to the sink.
         """
         for plan, rows in results:
-            slots, stale = plan.slot_indices[: plan.num_rows], self._stale(plan)
-            target = plan.slot_indices
-            if stale.any():
+            slots, target = plan.slot_indices[: plan.num_rows], plan.slot_indices
+            if (self._generations[slots] != plan.generations).any():
+                stale = self._stale(plan)
                 target = target.copy()
                 target[: plan.num_rows][stale] = self.sink
                 slots = slots[~stale]
