@@ -14,7 +14,8 @@ from slotstream_worker.engine.futures import Futures
 
 def claimed(futures: Futures, count: int):
     made = [futures.new() for _ in range(count)]
-    assert all(futures.claim(one) for one in made)
+    with futures.lock:
+        assert all(futures.claim(one) for one in made)
     return made
 
 
@@ -40,7 +41,7 @@ def test_another_futures_end_wakes_nobody_else():
     found = []
     thread = threading.Thread(target=lambda: found.append(second.result(20)))
     thread.start()
-    wait_until(lambda: futures._condition._waiters, 10, "the thread waits")
+    wait_until(lambda: futures.lock._waiters, 10, "the thread waits")
     futures.resolve([first], ["first"])
     thread.join(0.2)
     assert thread.is_alive()

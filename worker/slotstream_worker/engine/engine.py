@@ -10,7 +10,7 @@ for ran in engine.finish(flight):              # waits, and only then changes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -260,16 +260,26 @@ class Engine:
 
         Raises what a launch raised; then no row has changed, whichever launch it was.
         """
+        ran = list(self.outputs(flight))
+        self.commit(flight)
+        return ran
+
+    def outputs(self, flight: Flight) -> Iterator[Ran]:
+        """The outputs of a round, launch by launch, as they come; `commit` is still to follow.
+
+        Raises what a launch raised; then no row has changed.
+        """
         try:
-            ran = [
-                Ran(launched.plan.sessions, launched.wait(), positions)
-                for launched, positions in zip(flight.launches, flight.positions, strict=True)
-            ]
+            for launched, positions in zip(flight.launches, flight.positions, strict=True):
+                yield Ran(launched.plan.sessions, launched.wait(), positions)
         except BaseException:
             self._undo(flight.undo)
             raise
-        self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
-        return ran
+
+    def commit(self, *flights: Flight) -> None:
+        """Commit all rows of rounds of different sessions, the outputs of which have come."""
+        for flight in flights:
+            self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
 
     def run(
         self,

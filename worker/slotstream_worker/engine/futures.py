@@ -17,19 +17,34 @@ _OVER = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)
 
 
 class FrameFuture(Future[Any]):
-    """A future as any other; its condition belongs to all futures of its server."""
+    """A future as any other; its condition belongs to all futures of its server.
 
-    def __init__(self, condition: threading.Condition) -> None:
-        # In place of the base's own, which would make a condition; the fields are the base's.
-        self._condition = condition
-        self._state: str = PENDING
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._waiters: list[Any] = []
-        self._done_callbacks: list[Any] = []
+    Made by a class of its server's own, which has the condition. What the base would set for each
+    is there once for all, until it says something.
+    """
+
+    _condition: threading.Condition
+    _state: str = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+
+    def __init__(self) -> None:  # not the base's, which would make a condition
+        pass
+
+    # The base's fields, made when they are asked for.
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        return self.__dict__.setdefault("waiters", [])
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        return self.__dict__.setdefault("callbacks", [])
 
     def result(self, timeout: float | None = None) -> Any:
         """As the base's; another's end does not count as this one's."""
+        if self._state == FINISHED and self._exception is None:
+            return self._result  # the usual: nothing changes it any more
         self._wait(timeout)
         return super().result(0)
 
@@ -45,35 +60,34 @@ class FrameFuture(Future[Any]):
 
 
 class Futures:
-    """The futures of one server."""
+    """The futures of one server.
+
+    `new` makes one that is pending. `lock` is held while several are claimed.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-
-    def new(self) -> FrameFuture:
-        """A future that is pending."""
-        return FrameFuture(self._condition)
+        self.lock = threading.Condition()
+        self.new: type[FrameFuture] = type("FrameFuture", (FrameFuture,), {"_condition": self.lock})
 
     def claim(self, future: FrameFuture) -> bool:
-        """Note that it runs now; False where it was cancelled."""
-        if future._state != PENDING:
-            return future.set_running_or_notify_cancel()
-        with self._condition:  # another thread may cancel it meanwhile
-            if future._state == PENDING:
-                future._state = RUNNING
-                return True
+        """Note that it runs now; False where it was cancelled. The lock is held."""
+        if future._state == PENDING:
+            future._state = RUNNING
+            return True
         return future.set_running_or_notify_cancel()
 
     def resolve(self, futures: Sequence[FrameFuture], results: Iterable[Any]) -> None:
         """Give claimed futures their results, all at once."""
         called = []
-        with self._condition:
+        with self.lock:
             for future, result in zip(futures, results, strict=True):
                 future._result, future._state = result, FINISHED
-                for waiter in future._waiters:
-                    waiter.add_result(future)
-                if future._done_callbacks:
+                more = future.__dict__
+                if "waiters" in more:
+                    for waiter in future._waiters:
+                        waiter.add_result(future)
+                if "callbacks" in more:
                     called.append(future)
-            self._condition.notify_all()
+            self.lock.notify_all()
         for future in called:
             future._invoke_callbacks()  # type: ignore[attr-defined]

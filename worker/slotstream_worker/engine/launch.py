@@ -42,8 +42,8 @@ class Launched:
 
         Of a launch of several frames a row, `[num_rows, frames, frame, ...]`.
         """
-        # Rows too: nothing may be committed that could still fail. (One by one: for a tree of arrays
-        # it takes ten times as long.)
+        # Rows too: nothing may be committed that could still fail. One by one: to wait for a tree
+        # of arrays takes ten times as long.
         for array in (*self.outputs.values(), *self.rows):
             array.block_until_ready()
         part = (slice(self.plan.num_rows), *([slice(self.frames)] if self.frames else []))

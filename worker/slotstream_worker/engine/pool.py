@@ -254,7 +254,8 @@ class Pool:
         rows = len(sessions) if rows is None else rows
         if len(sessions) > rows:
             raise ValueError(
-                f"a launch of {rows} rows takes at most so many sessions, got {len(sessions)}"
+                f"a launch of {rows} rows takes at most so many sessions, each once; "
+                f"got {len(sessions)}"
             )
         plan = self.places(sessions).plan(slice(0, len(sessions)), rows)
         if coming := {session for plan in ahead for session in plan.sessions}:
@@ -270,7 +271,7 @@ class Pool:
             KeyError: one holds no slot.
         """
         if len(set(sessions)) != len(sessions):
-            raise ValueError("a round takes each session once")
+            raise ValueError("a round takes sessions, each once; one is named twice")
         slots = self._slots_of(sessions)
         return Places(sessions, slots, self._has_state[slots], self._generations[slots], self.sink)
 

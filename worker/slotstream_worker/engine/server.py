@@ -13,7 +13,7 @@ without a frame keeps its row exactly. Cost follows the rows that run, not the s
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,8 @@ from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.models.linen import linen
 from slotstream_worker.engine.state import Tree
 
-Waiting = tuple[np.ndarray[Any, Any], FrameFuture]
+Waiting = tuple[bytes, FrameFuture]
+"""A frame's bytes, and the future of its outputs."""
 
 
 class StreamServer:
@@ -99,7 +100,8 @@ class StreamServer:
         self.slots, self.frame = slots, self.model.frame
         self.engine = Engine(self.model, slots)
         self.engine.prepare(row_counts)
-        self.pending: dict[int, collections.deque[Waiting]] = {}
+        self._at_a_time = self.engine.round_rows
+        self._queues: dict[int, collections.deque[Waiting]] = {}
         self._waiting: dict[int, None] = {}  # sessions with frames: a step looks at no others
         self._next = 0
         self._futures = Futures()
@@ -120,6 +122,17 @@ class StreamServer:
         """Slots whose session has not run a frame yet."""
         return self.engine.pool.fresh
 
+    @property
+    def pending(self) -> dict[int, list[tuple[np.ndarray[Any, Any], Future[Any]]]]:
+        """Frames of every open session that wait, the oldest first, each with its future."""
+        return {
+            session: [
+                (np.frombuffer(raw, self._dtype).reshape(self._shape), future)
+                for raw, future in queue
+            ]
+            for session, queue in self._queues.items()
+        }
+
     def open(self) -> int:
         """Start a session at rest in a free slot; returns its id.
 
@@ -129,13 +142,14 @@ class StreamServer:
         if not self.engine.pool.admit([self._next]):
             raise RuntimeError(f"all {self.slots} slots hold sessions; close one first")
         session, self._next = self._next, self._next + 1
-        self.pending[session] = collections.deque()
+        self._queues[session] = collections.deque()
         return session
 
     def close(self, session: int) -> None:
         """End a session; its slot, zeroed, takes the next one. Waiting frames are cancelled."""
-        self._check(session)
-        for _, future in self.pending.pop(session):
+        if session not in self._queues:
+            raise _unknown(session)
+        for _, future in self._queues.pop(session):
             future.cancel()
         self._waiting.pop(session, None)
         self.engine.pool.release([session])
@@ -155,10 +169,13 @@ class StreamServer:
             KeyError: no such session.
             ValueError: a frame of another shape or kind.
         """
-        self._check(session)
+        queue = self._queues.get(session)
+        if queue is None:
+            raise _unknown(session)
         future = self._futures.new()
         if type(frame) is np.ndarray and frame.dtype is self._dtype and frame.shape == self._shape:
-            self.pending[session].append((frame.copy(), future))  # the usual frame
+            # A copy: the caller may use its buffer for the next frame before this one runs.
+            queue.append((frame.tobytes(), future))
             self._waiting[session] = None
             return future
         if self.model.inputs and isinstance(frame, Mapping):
@@ -172,8 +189,7 @@ class StreamServer:
                 f"a frame is {self.model.dtype}, and {array.dtype} does not convert "
                 "to it without loss of kind"
             )
-        # A copy: the caller may use its buffer for the next frame before this one runs.
-        self.pending[session].append((np.array(array, self.model.dtype, order="C"), future))
+        queue.append((array.astype(self._dtype).tobytes(), future))
         self._waiting[session] = None
         return future
 
@@ -194,50 +210,62 @@ class StreamServer:
     def step(self) -> int:
         """Run the oldest waiting frame of every session that has one; returns how many ran."""
         sessions: list[int] = []
-        frames: list[np.ndarray[Any, Any]] = []
+        frames: list[bytes] = []
         futures: list[FrameFuture] = []
-        for session in list(self._waiting):
-            if claimed := self._claim(session):
-                sessions.append(session)
-                frames.append(claimed[0])
-                futures.append(claimed[1])
-        if not sessions:
-            return 0
+        with self._futures.lock:
+            for session in list(self._waiting):
+                if claimed := self._claim(session):
+                    sessions.append(session)
+                    frames.append(claimed[0])
+                    futures.append(claimed[1])
+        # One part runs while the next is joined, and while the outputs of those before are copied.
+        parts = [
+            slice(start, start + self._at_a_time)
+            for start in range(0, len(sessions), self._at_a_time)
+        ]
+        results: list[tuple[list[FrameFuture], list[Any]]] = []
         try:
-            ran = self.engine.run(sessions, self._stack(frames))
+            flights = [
+                self.engine.begin(sessions[part], self._stack(frames[part])) for part in parts
+            ]
+            for flight, part in zip(flights, parts, strict=True):
+                those = futures[part]
+                results += [
+                    ([those[k] for k in ran.positions], self._rows(ran.outputs))
+                    for ran in self.engine.outputs(flight)
+                ]
+            self.engine.commit(*flights)
         except BaseException as error:
             for future in futures:
                 future.set_exception(error)
             raise
-        for launch in ran:
-            # Copies, so that a result kept does not keep its whole round alive.
-            rows: Iterable[Any]
-            if self.model.single:
-                rows = [row.copy() for row in launch.outputs["output"]]
-            else:
-                names = list(launch.outputs)
-                parts = zip(*launch.outputs.values(), strict=True)
-                rows = [
-                    dict(zip(names, [array.copy() for array in row], strict=True)) for row in parts
-                ]
-            self._futures.resolve([futures[k] for k in launch.positions], rows)
+        for some, rows in results:
+            self._futures.resolve(some, rows)
         return len(sessions)
+
+    def _rows(self, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[Any]:
+        """Each row's outputs; copies, so that a result kept does not keep its whole round alive."""
+        if self.model.single:
+            return [row.copy() for row in outputs["output"]]
+        names = list(outputs)
+        return [
+            dict(zip(names, [array.copy() for array in row], strict=True))
+            for row in zip(*outputs.values(), strict=True)
+        ]
 
     def run(self) -> None:
         """Step until no frame waits."""
         while self.step():
             pass
 
-    def _stack(self, frames: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        """Frames `[frames, frame, *sample_shape]`; joined as bytes, which takes half the time."""
-        if self.model.dtype.kind == "V":  # a dtype of an extension has no bytes to join
-            return np.stack(frames)
-        joined = b"".join(frames)  # type: ignore[arg-type]  # an array is a buffer
-        return np.frombuffer(joined, self.model.dtype).reshape(len(frames), *self.model.frame_shape)
+    def _stack(self, frames: list[bytes]) -> np.ndarray[Any, Any]:
+        """Frames `[frames, frame, *sample_shape]`."""
+        joined = np.frombuffer(b"".join(frames), self._dtype)
+        return joined.reshape(len(frames), *self._shape)
 
     def _claim(self, session: int) -> Waiting | None:
-        """The session's oldest frame whose future is not cancelled, now running."""
-        queue, claimed = self.pending[session], None
+        """The session's oldest frame whose future is not cancelled; it runs. The lock is held."""
+        queue, claimed = self._queues[session], None
         while queue and claimed is None:
             frame, future = queue.popleft()
             if self._futures.claim(future):
@@ -246,6 +274,6 @@ class StreamServer:
             del self._waiting[session]
         return claimed
 
-    def _check(self, session: int) -> None:
-        if session not in self.pending:
-            raise KeyError(f"no open session {session!r}; open() starts one")
+
+def _unknown(session: Any) -> KeyError:
+    return KeyError(f"no open session {session!r}; open() starts one")
