@@ -145,7 +145,7 @@ def test_sessions_that_are_always_under_way_change_between_two_of_their_frames(
     monkeypatch.setattr(swap, "_SHARE", 100)
     worker = thread_worker(model, slots=32, max_sessions=32)
     if not deep:  # several frames of a session a launch: those are of one version each
-        worker.worker.engine.catch_up = None
+        worker.worker.engine.catch_up = []
     mixed = []
     of = worker.worker.host.residents.of
     worker.worker.host.residents.of = lambda sessions: (

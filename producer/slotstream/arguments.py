@@ -6,8 +6,6 @@ hundred thousand a second, their parts are made once, or many at a time, and joi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 Arg = bytes | str | int | float
 
 LENGTHS = [b"%d\r\n" % n for n in range(512)]
@@ -39,8 +37,3 @@ class Arguments:
             argument(value if isinstance(value, bytes) else str(value).encode()) for value in values
         ]
         self.count += len(values)
-
-    def add_packed(self, parts: Iterable[bytes], count: int) -> None:
-        """Add the bytes of `count` arguments that are packed already."""
-        self.parts += parts
-        self.count += count

@@ -20,6 +20,10 @@ from slotstream_worker.store.commits import Checkpoint
 ROWS_A_READ = 256
 """Sessions whose rows are read, and written, at a time: their answers wait for the read."""
 
+_GATHER_SHARE, _GATHER_S = 0.1, 0.1
+"""How much later than due a checkpoint may be, by its interval and at most, so that several go
+together: to read one row off the device takes as long as to read a hundred."""
+
 
 class Allowance:
     """Bytes of state that may go to Redis now: so many a second, a second's worth saved up."""
@@ -97,8 +101,9 @@ class Checkpoints:
         """Seconds until the next is due."""
         if self._reading or self.host.residents.changing(self._partition):
             return 0.001
+        interval_s = self.config.checkpoint_interval_s
         for since, _ in self._dirty.values():
-            return max(since + self.config.checkpoint_interval_s - time.monotonic(), 0.001)
+            return max(since + interval_s - time.monotonic(), 0.01)
         return self.config.sweep_s
 
     @property
@@ -136,7 +141,7 @@ class Checkpoints:
             return self._finish(self._begin(list(dict.fromkeys([*self._due(0.0), *handed]))))
         saved = self._finish(self._begin(handed)) if handed else {}
         if self._reading is None:
-            due = [h for h in self._due(self.config.checkpoint_interval_s) if h not in saved]
+            due = [h for h in self._worth_reading() if h not in saved]
             size = max(self.host.engine.pool.slot_bytes, 1)
             if due := due[: min(self._allowance.rows(size), ROWS_A_READ)]:
                 self._reading = self._begin(due)
@@ -144,6 +149,18 @@ class Checkpoints:
             saved.update(self._finish(self._reading))
             self._reading = None
         return saved
+
+    def _worth_reading(self) -> list[Hosted]:
+        """Sessions whose checkpoint is due, once they are many, or one has waited long enough."""
+        interval_s = self.config.checkpoint_interval_s
+        due = self._due(interval_s)
+        if (
+            len(due) >= ROWS_A_READ // 2
+            or self.oldest_s > interval_s + min(_GATHER_SHARE * interval_s, _GATHER_S)
+            or self.host.residents.changing(self._partition)
+        ):
+            return due
+        return []
 
     def _due(self, after_s: float) -> list[Hosted]:
         """Sessions whose checkpoint is due, the oldest first."""

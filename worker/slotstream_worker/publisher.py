@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from redis.exceptions import NoScriptError
 
@@ -29,7 +29,6 @@ from slotstream_worker.store.commits import (
     Checkpoint,
     Commit,
     Output,
-    fence_of,
     raw_id,
 )
 from slotstream_worker.store.partition import Partition
@@ -37,8 +36,7 @@ from slotstream_worker.store.partition import Partition
 _FULL_CHECK_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What a call writes of one session; a `commit` only where it is not the usual."""
 
     hosted: Hosted
@@ -224,8 +222,8 @@ class Publisher:
         ):
             state = checkpoint.state if checkpoint else None
             outputs = cast("list[Output]", answers)
-            fence = fence_of(hosted.session, hosted.epoch, hosted.cuts)
-            sent.batch.add_usual(hosted.session, fence, hosted.base, outputs, state)
+            fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
+            sent.batch.add_usual(*fence, outputs, state)
             commit = None
         else:
             commit = self._commit(hosted, answers, checkpoint)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from slotstream_worker.engine.catchup import CatchUp
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.rows import Rows
 from slotstream_worker.entries import EntryReader
@@ -20,8 +21,10 @@ from slotstream_worker.rounds import Round
 MayRun = Callable[[int, str], bool]
 """Asked with a suspect's partition and name before it runs alone, so that Redis knows."""
 
-_BEHIND = 4
+_BEHIND = 2
 """Entries that wait of a session that is behind: it rather waits for a launch of several."""
+_FRAME_US = 20.0
+"""About what a session's part in a round costs beside the device, here and in Redis."""
 _LOOK = 2
 """Launches' worth of sessions that are looked at to fill one."""
 
@@ -146,7 +149,7 @@ class Scheduler:
         self._suspect_next = True
         if self.waits_for(sessions):
             return Round()
-        return self._together()
+        return self._together(sessions)
 
     def landed(self, formed: Round) -> None:
         """A round is not under way any more."""
@@ -183,19 +186,19 @@ class Scheduler:
         self.in_flight += len(formed)
         return formed
 
-    def _together(self) -> Round:
+    def _together(self, sessions: int) -> Round:
         self._ready_since = monotonic()
         while self._ready and not self._in_line(self._ready[0]):
             self._ready.popleft().listed = False
         if not self._ready:
             return Round()
         room = self.engine.pool.slots - self.in_flight
-        behind = self._is_behind(self._ready[0])
+        behind = bool(self.engine.catch_up) and self._is_behind(self._ready[0])
         # While others catch up, the device is busy: whoever is behind waits to fill a launch too.
         patient = self._catching_up > 0
         if patient and not self._news:
             return Round()  # nobody has come since they were too few
-        formed = self._several(room, full=patient) if behind else Round()
+        formed = self._several(room, sessions, full=patient) if behind else Round()
         if not formed:
             limit = min(self.engine.round_rows, room)
             formed = self._one_each(limit, leave=patient or not behind, patient=patient)
@@ -212,20 +215,20 @@ class Scheduler:
             leave: leave those that are behind for a launch of several, where they fill one.
             patient: leave them even where they are too few.
         """
-        formed, ready, way = Round(), self._ready, self.engine.catch_up
+        formed, ready, ways = Round(), self._ready, self.engine.catch_up
         left: list[Hosted] = []
-        most = _LOOK * way.rows if way else 0
+        most = _LOOK * ways[-1].rows if ways else 0
         for _ in range(len(ready)):
             if len(formed.hosted) >= limit or len(left) > most:
                 break
             hosted = ready.popleft()
-            if leave and self._is_behind(hosted):
+            if leave and ways and self._is_behind(hosted):
                 left.append(hosted)
                 continue
             hosted.listed = False
             if self._in_line(hosted):
                 self._add(formed, hosted)
-        if way and not patient and 2 * len(left) < way.rows:
+        if not patient and (not ways or len(left) < ways[0].least):
             room = max(limit - len(formed.hosted), 0)
             for hosted in left[:room]:
                 hosted.listed = False
@@ -234,26 +237,24 @@ class Scheduler:
         ready.extendleft(reversed(left))
         return formed
 
-    def _several(self, room: int, *, full: bool) -> Round:
-        """Several entries each of sessions that are behind; empty where those fill no launch.
+    def _several(self, room: int, sessions: int, *, full: bool) -> Round:
+        """Several entries each of sessions that are behind; empty where that is not worth it.
 
-        Half of one is enough, unless it is to be `full`. As many entries of each as the first in
-        line has, or as enough others have to fill the launch.
+        Half of a launch is enough, unless the largest is to be `full`: that is the one that half of
+        all `sessions` fit, so that another round can be under way.
         """
-        way, ready = self.engine.catch_up, self._ready
-        limit = min(way.rows, room) if way else 0
-        least = limit if full else (way.rows + 1) // 2 if way else 0
-        if not way or limit < 1 or min(len(ready), limit) < least:
+        ways, ready = self.engine.catch_up, self._ready
+        half = (sessions + 1) // 2
+        top = next((way for way in ways if way.rows >= half), ways[-1])
+        least = min(top.rows, half) if full else ways[0].least
+        if room < 1 or len(ready) < least:
             return Round()
-        looked = [ready.popleft() for _ in range(min(_LOOK * way.rows, len(ready)))]
+        looked = [ready.popleft() for _ in range(min(_LOOK * top.rows, len(ready)))]
         weights = looked[0].weights
         behind = [h for h in looked if h.weights == weights and self._is_behind(h)]
-        chosen: list[Hosted] = []
-        if len(behind) >= least:
-            lengths = sorted((len(hosted.queue) for hosted in behind), reverse=True)
-            most = lengths[min(limit, len(lengths)) - 1]  # so many does the last of the launch have
-            depth = min(way.frames, len(looked[0].queue), most)
-            chosen = [hosted for hosted in behind if len(hosted.queue) >= depth][:limit]
+        chosen, depth = (
+            self._choose(behind, top, min(half, room)) if len(behind) >= least else ([], 0)
+        )
         taken = set(chosen)
         ready.extendleft(hosted for hosted in reversed(looked) if hosted not in taken)
         if not chosen:
@@ -271,15 +272,33 @@ class Scheduler:
                 self._low(hosted)
         return formed
 
+    def _choose(self, behind: list[Hosted], top: CatchUp, limit: int) -> tuple[list[Hosted], int]:
+        """Sessions, and how many entries of each, that are quicker run so than one each.
+
+        None where a round of one entry each, of whoever else is in line, takes less a frame.
+        """
+        lengths = sorted((len(hosted.queue) for hosted in behind), reverse=True)
+        together = min(len(self._ready) + len(behind), self.engine.round_rows)
+        best, chosen = 1e3 * self.engine.cost_ms(together) / together + _FRAME_US, (0, 0)
+        for way in self.engine.catch_up:
+            if way.least > len(behind) or way.rows > top.rows:
+                break
+            count = min(way.rows, limit, len(behind))
+            # As many as the first in line has, and as the last that the launch takes.
+            depth = min(way.frames, len(behind[0].queue), lengths[count - 1])
+            us = 1e3 * self.engine.cost_ms(way.rows) / count + _FRAME_US / depth
+            if us <= best:
+                best, chosen = us, (count, depth)
+        count, depth = chosen
+        return [hosted for hosted in behind if len(hosted.queue) >= depth][:count], depth
+
     def _in_line(self, hosted: Hosted) -> bool:
         return hosted.runnable and not hosted.gone
 
     def _is_behind(self, hosted: Hosted) -> bool:
         """Whether several of its entries can run in one launch."""
-        way = self.engine.catch_up
         return (
-            way is not None
-            and len(hosted.queue) >= min(_BEHIND, way.frames)
+            len(hosted.queue) >= _BEHIND
             and hosted.even
             and self._in_line(hosted)
             and self.rows.has_state(hosted.session)

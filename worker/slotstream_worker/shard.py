@@ -89,8 +89,9 @@ class Shard:
                 inbox.changed.clear()
 
     def send(self) -> None:
-        """Publish what has been answered, and do whatever else is due; ask for more entries."""
-        self.publisher.publish(self.partition)
+        """Ask for entries, publish what has been answered, and do whatever else is due."""
+        self._ask()  # first: Redis is at it while the rest is done
+        self.publish()
         if self.partition.inbox.news and not self.rests_s:
             queues = self.partition.inbox.queues()
             self._fruitful(any(queues))
@@ -106,6 +107,10 @@ class Shard:
             self._take_from_the_dead(now)
         self._ask()
         self.host.resume(self.publisher.caught_up(self.partition))
+
+    def publish(self) -> None:
+        """Publish what has been answered, unless a wave is on its way."""
+        self.publisher.publish(self.partition)
 
     @property
     def rests_s(self) -> float:

@@ -79,6 +79,8 @@ class Worker:
         self._swap: Swap | None = None
         self._flying: deque[Flying] = deque()
         self._readable: set[int] = set()
+        self._watched: list[int] = []
+        self._poll = select.poll()
         self._agreed: AppConfig | None = None
 
     def prepare(self, progress: Callable[[int], None] = lambda _count: None) -> None:
@@ -153,6 +155,7 @@ class Worker:
         self._each(Shard.send)
         if not (formed and self._may_launch) and self._flying and self._flying[0].landing:
             self.collect()
+            self._each(Shard.publish)
         self.metrics.sessions.set(len(self.host))
         self.metrics.parked.set(self.host.rows.parked)
 
@@ -251,13 +254,18 @@ class Worker:
 
     def _look(self, timeout_s: float) -> None:
         """Note which sockets have something to read; wait for the first as long as `timeout_s`."""
-        poll, numbers = select.poll(), []
-        for shard in self.shards:
-            if not shard.outage.on and shard.partition.connected:
-                for number in shard.partition.filenos:
-                    poll.register(number, select.POLLIN)
-                    numbers.append(number)
-        self._readable = {number for number, _ in poll.poll(1e3 * timeout_s)}
+        watched = [
+            number
+            for shard in self.shards
+            if not shard.outage.on and shard.partition.connected
+            for number in shard.partition.filenos
+        ]
+        if watched != self._watched:
+            self._poll = select.poll()
+            for number in watched:
+                self._poll.register(number, select.POLLIN)
+            self._watched = watched
+        self._readable = {number for number, _ in self._poll.poll(1e3 * timeout_s)}
 
     def _rest_s(self) -> float:
         """How long to sleep on the sockets where news comes in, while there is nothing to do."""

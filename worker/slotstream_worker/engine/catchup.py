@@ -12,6 +12,7 @@ of its loop.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,10 @@ log = logging.getLogger(__name__)
 
 FRAMES = 16
 """Frames of a session that one launch runs, at most."""
-ROWS = 128
-"""Rows of such a launch where more would be hardly cheaper: few sessions fill it."""
+ROWS = (16, 128)
+"""Rows of such a launch, at least and at most: more are hardly cheaper, few sessions fill them."""
+_WORTH = 1.5
+"""How much dearer a row may be in a smaller launch that is preferred all the same."""
 _LONGEST_MS = 100.0
 """What such a launch may take: whoever comes meanwhile waits for it."""
 _BYTES = 32 * 2**20
@@ -39,17 +42,36 @@ class CatchUp:
     rows: int
     frames: int
 
+    @property
+    def least(self) -> int:
+        """Sessions from which it is worth its while."""
+        return (self.rows + 1) // 2
 
-def found(launcher: Launcher, pool: Pool, rows: int, ms: float) -> CatchUp | None:
-    """How to catch up with launches of `rows` rows; None where there is no exact or quick way.
+
+def ways(launcher: Launcher, pool: Pool, cost_ms: Mapping[int, float]) -> list[CatchUp]:
+    """The launches to catch up with, the smallest first; none where they would round otherwise.
 
     Runs on an empty pool, which is empty again afterwards.
 
     Args:
-        launcher: compiles the program.
-        pool: what it runs on.
-        rows: of a launch.
-        ms: what a launch of so many rows and one frame takes.
+        launcher: compiles the programs.
+        pool: what they run on.
+        cost_ms: milliseconds of a launch of one frame, by row count.
+    """
+    low, high = ROWS
+    counts = [rows for rows in cost_ms if low <= rows <= high]
+    # On a device where more rows cost nothing, many at a time; with few slots, all of them.
+    each = {rows: ms / rows for rows, ms in cost_ms.items()}
+    cheap = [rows for rows in each if each[rows] <= _WORTH * min(each.values())]
+    counts = sorted({*counts, max([r for r in cheap if r <= high], default=min(cheap))})
+    found = (_way(launcher, pool, rows, cost_ms[rows]) for rows in counts)
+    return [way for way in found if way]
+
+
+def _way(launcher: Launcher, pool: Pool, rows: int, ms: float) -> CatchUp | None:
+    """A launch of `rows` rows to catch up with; None where there is no exact or quick one.
+
+    `ms`: what a launch of so many rows and one frame takes.
     """
     model = launcher.model
     frame_bytes = max(int(np.prod(model.frame_shape)) * model.dtype.itemsize, 1)

@@ -29,8 +29,6 @@ Weights = str | Sequence[str]
 
 _WORTH = 1.2
 """How much dearer a row may be in a smaller launch that is preferred all the same."""
-_WORTH_BEHIND = 1.5
-"""The same for launches of several frames a row, which pay what a launch costs only once."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,9 @@ class Engine:
         """Variables that a launch can run with, by name; "" are those the model was made with."""
         self.probed: Probe | None = None
         self._cover: Cover | None = None
-        self.catch_up: CatchUp | None = None
-        """How several frames of a session run in one launch; None: that would round otherwise."""
+        self.catch_up: list[CatchUp] = []
+        """Launches of several frames of a session, the smallest first; none: they round otherwise.
+        """
 
     def prepare(
         self,
@@ -105,10 +104,7 @@ class Engine:
         # After the probe: rows that launches made may be bound to a device, which is compiled anew.
         self.pool.warm()
         self._cover = self.probed.cover
-        worth = self._rows_within(_WORTH_BEHIND)
-        rows = max([r for r in worth if r <= catchup.ROWS], default=min(worth))
-        ms = self._cover.cost_ms[rows]
-        self.catch_up = catchup.found(self.launcher, self.pool, rows, ms)
+        self.catch_up = catchup.ways(self.launcher, self.pool, self._cover.cost_ms)
         return self.probed
 
     @property
@@ -118,13 +114,10 @@ class Engine:
         Rounds of fewer rows than there are let one be formed and another be published while a
         third runs.
         """
-        return min(self._rows_within(_WORTH), default=self.pool.slots)
-
-    def _rows_within(self, worth: float) -> list[int]:
-        """The launches whose rows are at most `worth` times as dear as the cheapest."""
-        cost_ms = self._cover.cost_ms if self._cover else {}
-        each = {count: ms / count for count, ms in cost_ms.items()}
-        return [count for count, ms in each.items() if ms <= worth * min(each.values())]
+        if self._cover is None:
+            return self.pool.slots
+        each = {count: ms / count for count, ms in self._cover.cost_ms.items()}
+        return min(count for count, ms in each.items() if ms <= _WORTH * min(each.values()))
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -197,11 +190,12 @@ class Engine:
         return Flight(
             tuple(part for part, _ in parts),
             tuple(where for _, where in parts),
-            expected_ms=sum(self._cost_ms(len(part.plan.slot_indices)) for part, _ in parts),
+            expected_ms=sum(self.cost_ms(len(part.plan.slot_indices)) for part, _ in parts),
         )
 
-    def _cost_ms(self, rows: int) -> float:
-        return self._cover.cost_ms.get(rows, 0.0) if self._cover else 0.0
+    def cost_ms(self, rows: int) -> float:
+        """Milliseconds that a round of so many rows takes, by what was measured at the start."""
+        return self._cover.cost(rows) if self._cover else 0.0
 
     def begin_far(
         self, sessions: Sequence[Session], frames: np.ndarray[Any, Any], weights: str = ""
@@ -209,25 +203,31 @@ class Engine:
         """Launch several frames of each session at once, with the bits of one after another.
 
         Args:
-            sessions: `catch_up.rows` at most, each named once; they hold slots and have left rest.
-            frames: `[sessions, n, frame, *sample_shape]`, `n` being `catch_up.frames` at most.
+            sessions: as many as one of `catch_up` has rows, each named once; they hold slots and
+                have left rest.
+            frames: `[sessions, n, frame, *sample_shape]`, `n` being its `frames` at most.
             weights: the version all of them run with; the model's own where it is "".
 
         Returns:
             A flight whose outputs are `[sessions, n, frame, ...]`.
         """
-        if self.catch_up is None:
-            raise RuntimeError("this model's frames are launched one by one")
-        rows, count = self.catch_up.rows, frames.shape[1]
+        way = next((way for way in self.catch_up if way.rows >= len(sessions)), None)
+        count = frames.shape[1]
+        if way is None or count > way.frames:
+            raise ValueError(
+                f"no launch takes {count} frames of {len(sessions)} sessions; there are "
+                f"{', '.join(f'{w.frames} of {w.rows}' for w in self.catch_up) or 'none'}"
+            )
+        rows = way.rows
         plan = self.pool.plan(sessions, rows=rows)
         block = frames
-        if frames.shape[:2] != (rows, self.catch_up.frames):
-            block = np.zeros((rows, self.catch_up.frames, *frames.shape[2:]), frames.dtype)
+        if frames.shape[:2] != (rows, way.frames):
+            block = np.zeros((rows, way.frames, *frames.shape[2:]), frames.dtype)
             block[: len(frames), :count] = frames
         variables = self.versions[weights]
         launched = self.launcher.launch_far(self.pool, plan, block, count, variables)
         where = (range(len(sessions)),)
-        return Flight((launched,), where, expected_ms=count * self._cost_ms(rows))
+        return Flight((launched,), where, expected_ms=count * self.cost_ms(rows))
 
     def _launch(
         self,

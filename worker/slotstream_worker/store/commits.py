@@ -109,14 +109,8 @@ class Commit:
         )
 
 
-def fence_of(session: str, epoch: bytes, cuts: bytes) -> bytes:
-    """What a session's commits are fenced by, as the first arguments of each."""
-    name = session.encode()
-    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-        *(len(name), name),
-        *(len(epoch), epoch),
-        *(len(cuts), cuts),
-    )
+_USUAL = b"$%d\r\n%b\r\n" * 5
+"""Five arguments of a command."""
 
 
 class Batch:
@@ -145,7 +139,8 @@ class Batch:
     def add_usual(
         self,
         session: str,
-        fence: bytes,
+        epoch: bytes,
+        cuts: bytes,
         base: bytes,
         outputs: Sequence[Output],
         state: bytes | None = None,
@@ -154,35 +149,42 @@ class Batch:
 
         Args:
             session: the session.
-            fence: `fence_of` it.
+            epoch: under which it is owned.
+            cuts: how many of its entries have been cancelled.
             base: id of the last entry that Redis holds the answer of.
             outputs: of the entries after that one; none only where there is a state.
             state: a checkpoint of the batch's own weights and layout.
         """
         self.sessions.append(session)
-        kind = b"+" if state is not None else b""
-        count = b"%b%d" % (kind, len(outputs))
-        head = b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n" % (fence, len(base), base, len(count), count)
-        parts = [head, *[packed for _, packed in outputs]]
+        name = session.encode()
+        count = b"%d" % len(outputs) if state is None else b"+%d" % len(outputs)
+        parts = self.args.parts
+        parts.append(
+            _USUAL
+            % (
+                *(len(name), name, len(epoch), epoch, len(cuts), cuts),
+                *(len(base), base, len(count), count),
+            )
+        )
+        parts += [packed for _, packed in outputs]
+        self.args.count += 5 + 2 * len(outputs)
+        self._replies += len(outputs)
         if outputs:
             self._nbytes += len(outputs) * len(outputs[0][1])
-        self._replies += len(outputs)
         if state is not None:
-            parts.append(argument(state))
+            self.args.add(state)
             self._nbytes += len(state)
-        self.args.add_packed(parts, 5 + 2 * len(outputs) + (state is not None))
 
     def add(self, commit: Commit) -> None:
         """Add any commit."""
         session, saved = commit.session, commit.checkpoint
-        fence, base = fence_of(session, commit.epoch, commit.cuts), raw_id(commit.base)
+        fence = (session, commit.epoch, commit.cuts, raw_id(commit.base))
         outputs = commit.usual(self.weights, self.layout)
         if outputs is not None:
-            self.add_usual(session, fence, base, outputs, saved.state if saved else None)
+            self.add_usual(*fence, outputs, saved.state if saved else None)
             return
         self.sessions.append(session)
-        self.args.add_packed((fence,), 3)
-        self.args.add(base, "*", *commit.args())
+        self.args.add(*fence, "*", *commit.args())
         self._nbytes += commit.nbytes
         self._replies += len(commit.answers)
 
