@@ -123,7 +123,7 @@ slots_option = option(
     "--read-ahead",
     default=_DEFAULTS.read_ahead,
     type=int,
-    help="Entries of a session that wait in the worker.",
+    help="Entries of a session that are read at a time.",
 )
 @option(
     "--round-wait-ms",

@@ -34,7 +34,7 @@ class WorkerConfig:
         reply_retention: replies an open session keeps.
         reply_ttl_s: how long the replies of a closed session stay.
         max_frame_bytes: the largest frame taken.
-        read_ahead: entries read of a session beyond the one that runs.
+        read_ahead: entries read of a session at a time, when a quarter of them wait or fewer.
         round_wait_s: how long a round waits for more sessions to have a frame; 0 for not at all.
         round_rows: sessions with which a round waits no longer; 0 for what fills a launch.
         finite: refuse frames with NaN or infinities.

@@ -252,9 +252,10 @@ class Scheduler:
         looked = [ready.popleft() for _ in range(min(_LOOK * top.rows, len(ready)))]
         weights = looked[0].weights
         behind = [h for h in looked if h.weights == weights and self._is_behind(h)]
-        chosen, depth = (
-            self._choose(behind, top, min(half, room)) if len(behind) >= least else ([], 0)
-        )
+        chosen, depth = list[Hosted](), 0
+        if len(behind) >= least:
+            line = len(looked) + len(ready)
+            chosen, depth = self._choose(behind, line, top, min(half, room))
         taken = set(chosen)
         ready.extendleft(hosted for hosted in reversed(looked) if hosted not in taken)
         if not chosen:
@@ -272,13 +273,15 @@ class Scheduler:
                 self._low(hosted)
         return formed
 
-    def _choose(self, behind: list[Hosted], top: CatchUp, limit: int) -> tuple[list[Hosted], int]:
+    def _choose(
+        self, behind: list[Hosted], line: int, top: CatchUp, limit: int
+    ) -> tuple[list[Hosted], int]:
         """Sessions, and how many entries of each, that are quicker run so than one each.
 
-        None where a round of one entry each, of whoever else is in line, takes less a frame.
+        None where a round of one entry each of the `line` takes less a frame.
         """
         lengths = sorted((len(hosted.queue) for hosted in behind), reverse=True)
-        together = min(len(self._ready) + len(behind), self.engine.round_rows)
+        together = min(line, self.engine.round_rows)
         best, chosen = 1e3 * self.engine.cost_ms(together) / together + _FRAME_US, (0, 0)
         for way in self.engine.catch_up:
             if way.least > len(behind) or way.rows > top.rows:
