@@ -149,7 +149,8 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def changed(self: Launcher, pool: Pool, plan: Plan, frames: Any) -> Launched:
             ran = launch(self, pool, plan, frames)
-            return dataclasses.replace(ran, outputs=effect(plan, ran.outputs))
+            outputs = effect(plan, ran.outputs)
+            return dataclasses.replace(ran, outputs=jax.tree.map(jnp.asarray, outputs))
 
         monkeypatch.setattr(Launcher, "launch", changed)
         if ms is not None:
