@@ -12,10 +12,12 @@ from conftest import streams_of, wait_until
 from serving_models import served
 from slotstream import Client
 from slotstream.names import Keys, partition_of
+from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine.engine import Engine
 from slotstream_worker.engine.errors import PoolFull
 from slotstream_worker.engine.pool import Pool
 from slotstream_worker.engine.rows import Rows
+from slotstream_worker.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,37 @@ def test_an_idle_session_is_closed_with_the_reason_and_a_busy_one_is_not(
     assert idle.closed.cancelled == 0
     assert last
     assert busy.closed is None
+
+
+@pytest.mark.parametrize("read_first", [True, False])
+def test_a_frame_that_comes_as_its_session_is_to_end_idle_is_answered(
+    redis_url, client, model, read_first
+):
+    """Its entry is on its way, or already read and left out, when the session counts as idle."""
+    config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8,
+                          idle_timeout_s=0.1, sweep_s=0.02)  # fmt: skip
+    worker = Worker(config, model)
+    worker.prepare()
+    frames = streams_of(1, 2, model.frame_shape)["s0"]
+    session = client.open("s")
+    session.push(frames[0])
+    length = lambda: worker.turn() or client.redis.xlen(session.outbox)  # noqa: E731
+    wait_until(lambda: length() == 2, 10, "it has been answered")
+    (shard,) = worker.shards
+    wait_until(lambda: worker.turn() or shard._sweep._left, 10, "it is to be compared next")
+    time.sleep(0.2)
+    session.push(frames[1])
+    if read_first:  # its entry comes from Redis after it was found idle, before that is refused
+        hosted = worker.host.hosted["s"]
+        worker.host.finish(hosted, "end", "idle")
+        ((id_, fields),) = client.redis.xrange(session.inbox, f"({hosted.read_to.decode()}", "+")
+        worker.host.feed(hosted, [[id_, [b"frame", fields[b"frame"]]]])
+    wait_until(lambda: length() == 3, 10, "the frame is answered")
+    wait_until(lambda: length() == 4, 10, "and then it ends")
+    last = list(session.replies(10))[-1]
+    assert (last.reason, session.closed.cancelled) == ("idle", 0)
+    worker.drain()
+    worker.close()
 
 
 def test_sessions_of_several_partitions_are_served_by_workers_of_some_each(

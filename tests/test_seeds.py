@@ -119,6 +119,23 @@ def test_a_reset_starts_from_the_same_key_and_one_that_fails_changes_nothing(
     pool.release(["a", "b"])
 
 
+def test_a_row_that_a_round_starts_anew_is_known_until_the_round_is_over(engine: Engine) -> None:
+    """What is read of it meanwhile is no state after any answer: no checkpoint is made of it."""
+    pool, stream = engine.pool, frames(3, seed=4)
+    pool.admit(["a", "b"])
+    engine.run(["a", "b"], stream[:2])
+    flight = engine.begin(["a", "b"], stream[:2], from_rest={"a"})
+    assert engine.restarting == {"a"}
+    engine.finish(flight)
+    assert engine.restarting == set()
+    before = pool.read(["a", "b"])
+    # Run again in parts, none of them is started anew but those that it is asked for and that run.
+    (ran,) = engine.isolate(["b"], stream[:1], from_rest={"a", "gone"})
+    assert ran.sessions == ("b",)
+    assert pool.read(["a"]) == before[:1]
+    pool.release(["a", "b"])
+
+
 def test_another_worker_draws_on_where_the_first_stopped(redis_url, thread_worker, model) -> None:
     """More sessions than slots, parked and seated; a hand-over in between; a reset by the wire."""
     streams = {f"s{k}": frames(6, seed=20 + k) for k in range(5)}

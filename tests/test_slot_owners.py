@@ -121,7 +121,7 @@ def test_comparing_finds_what_differs_and_what_has_not_been_read(store: Store) -
     store.line.call("DEL", KEYS.row("e"))
     store.line.call("SET", KEYS.inbox("f"), "no stream")
     table = store.table()
-    held = {s: Position(s, row.epoch, b"0-0", b"0-0") for s, row in rows.items()}
+    held = {s: Position(s, row.epoch, row.cuts, b"0-0", b"0-0") for s, row in rows.items()}
     held["b"] = held["b"]._replace(read_to=b"3-0")
     before = read_all(store)
     differ, unread = table.compare(list(held.values()))
@@ -131,5 +131,6 @@ def test_comparing_finds_what_differs_and_what_has_not_been_read(store: Store) -
     wrong = [held["a"]._replace(epoch=b"99"), held["b"]._replace(done=b"1-0")]
     assert set(table.compare(wrong)[0]) == {"a", "b"}
     assert set(store.table(WORKERS[1]).compare([held["a"]])[0]) == {"a"}
+    assert set(table.compare([held["a"]._replace(cuts=b"1")])[0]) == {"a"}
     assert read_all(store) == before
     assert table.count_owned() == 6

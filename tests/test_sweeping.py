@@ -45,16 +45,6 @@ def test_a_whole_turn_waits_for_no_time():
     assert found == NAMES
 
 
-def test_a_turn_in_a_hurry_begins_anew_at_once():
-    sweep = Sweep(5.0)
-    sweep.begin(NAMES, 100.0)
-    sweep.part(100.0)
-    assert not sweep.over(100.5)
-    sweep.hurry()
-    assert sweep.over(100.5)
-    assert sweep.part(100.5) == []
-
-
 def test_nothing_held_is_a_turn_too():
     sweep = Sweep(5.0)
     sweep.begin([], 100.0)

@@ -166,12 +166,13 @@ class Checkpoints:
         """Sessions whose checkpoint is due, the oldest first."""
         before = time.monotonic() - after_s
         due, gone = [], []
+        restarting = self.host.engine.restarting
         for session, (since, hosted) in self._dirty.items():
             if hosted.gone:
                 gone.append(session)
             elif since > before:
                 break
-            elif hosted.settled and not hosted.action:
+            elif hosted.settled and not hosted.action and session not in restarting:
                 due.append(hosted)
         for session in gone:
             del self._dirty[session]

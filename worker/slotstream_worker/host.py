@@ -272,15 +272,15 @@ class Host:
     # Rounds
 
     def form(
-        self, *, may_run: MayRun = lambda _partition, _session: True, quiet: bool = True
+        self, *, may_run: MayRun = lambda _partition, _session: True, calm: bool = True
     ) -> Round:
         """The round that is to run next; an empty one where there is none now.
 
         Args:
             may_run: asked before a suspect is tried.
-            quiet: nothing is on its way to Redis, so that a suspect may be tried.
+            calm: nothing waits to be published, or is on its way to Redis, so that a suspect may
+                be tried.
         """
-        calm = quiet and not any(self._acting.values())
         return self.scheduler.form(len(self.hosted), may_run, calm=calm)
 
     def launch(self, formed: Round) -> Flying:

@@ -298,6 +298,7 @@ class Publisher:
             lost.append(hosted)
         elif result == "busy":  # an entry has come: it is not idle any more
             hosted.action = hosted.reason = ""
+            hosted.read_to = hosted.base  # what came meanwhile was left out
             self.host.changed(partition.keys.partition, [hosted.session])
             if not hosted.answers:
                 self._acting.pop(hosted.session, None)

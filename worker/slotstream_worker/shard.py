@@ -56,6 +56,7 @@ class Shard:
         self.ordered_to_drain = False
         self._judge = Judge(config.lease_s)
         self._sweep = Sweep(config.sweep_s)
+        self._missing = True  # something may be owned that is not held
         self._judged_at = 0.0
         self._rests_until = 0.0
         self._shed_at: dict[str, float] = {}
@@ -91,17 +92,20 @@ class Shard:
     def send(self) -> None:
         """Ask for entries, publish what has been answered, and do whatever else is due."""
         self._ask()  # first: Redis is at it while the rest is done
+        now = time.monotonic()
+        # Before anything is sent: a row that our own commit has just changed is no other's.
+        if not self.publisher.in_doubt:
+            self._compare(self._sweep.part(now))
         self.publish()
+        if self._sweep.over(now):
+            self._begin_sweep(now)
+        if self._missing:
+            self._claim_missing()
         if self.partition.inbox.news and not self.rests_s:
             queues = self.partition.inbox.queues()
             self._fruitful(any(queues))
             self._admit(queues)
-        now = time.monotonic()
         self._judge.contact(now)
-        if self._sweep.over(now):
-            self._begin_sweep(now)
-        if not self.publisher.in_doubt:  # a row that our own commit has just changed is no other's
-            self._compare(self._sweep.part(now))
         if now - self._judged_at > min(self.config.lease_s / 4, _JUDGE_S) and self._judge.sits(now):
             self._judged_at = now
             self._take_from_the_dead(now)
@@ -125,6 +129,8 @@ class Shard:
         if self.publisher.waits:
             return True
         inbox = self.partition.inbox
+        if inbox.came or self._missing:
+            return True
         if self.rests_s:
             return False
         return inbox.news or bool(self.host.hungry(self.number) and not inbox.asking)
@@ -189,18 +195,23 @@ class Shard:
             self._compare(names)
 
     def _begin_sweep(self, now: float) -> None:
-        """Claim anew what is owned and not held, and look at what no change may have told of."""
+        """Begin to compare all that is held, and look at what no change may have told of."""
         self._sweep.begin(self.hosted, now)
-        table, inbox = self.partition.table, self.partition.inbox
+        self._missing = True
+        if self.config.rebalance:
+            self._even_out()
+        self.partition.inbox.news = True
+        self.partition.inbox.check()
+
+    def _claim_missing(self) -> None:
+        """Claim anew what is owned and not held."""
+        table = self.partition.table
         if table.count_owned() != len(self.hosted):
             missing = table.owned() - {name.encode() for name in self.hosted}
             if missing:
                 log.warning("%d sessions are owned but not held; claimed anew", len(missing))
                 self._adopt(table.take(missing, self.config.worker, "self", self.host.room).rows)
-        if self.config.rebalance:
-            self._even_out()
-        inbox.news = True
-        inbox.check()
+        self._missing = False
 
     def _compare(self, names: Sequence[str]) -> None:
         """Compare some of what is held with what Redis says."""
@@ -208,20 +219,23 @@ class Shard:
         if not held:
             return
         differ, unread = self.partition.table.compare(
-            [Position(one.session, one.epoch, one.base, one.read_to) for one in held]
+            [Position(h.session, h.epoch, h.cuts, h.base, h.read_to) for h in held]
         )
         self.host.changed(self.number, unread)
         lost, gone = [], []
         for one in held:
             fence = differ.get(one.session)
             if one.session not in differ:
-                if self._idle(one):
+                # One whose entries are on their way is not idle.
+                coming = one.session in unread or one.session in self._asked
+                if not coming and self._idle(one):
                     self.host.finish(one, "end", "idle")
             elif fence is None:
                 gone.append(one)
             elif (
                 fence.owner != self.config.worker
                 or fence.epoch != one.epoch
+                or fence.cuts != one.cuts
                 or raw_id(fence.done) != one.base
             ):
                 lost.append(one)
@@ -330,7 +344,7 @@ class Shard:
                     f"{fence.owner}, a newer process of the name {self.config.name}, has "
                     "taken this one's sessions; this one stops"
                 )
-        self._sweep.hurry()  # what is still this worker's own is claimed anew at once
+        self._missing = True  # what is still this worker's own is claimed anew at once
 
     def _forgotten(self, gone: Sequence[Hosted]) -> None:
         """Tell the readers of sessions that have no row any more, and forget them here too."""

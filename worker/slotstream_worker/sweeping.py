@@ -30,11 +30,6 @@ class Sweep:
         self._began, self._left = now, deque(sessions)
         self._count = len(self._left)
 
-    def hurry(self) -> None:
-        """Begin the next turn at once."""
-        self._began = float("-inf")
-        self._left.clear()
-
     def part(self, now: float, *, rest: bool = False) -> list[str]:
         """The sessions that are to be compared next; none while this turn is ahead of its time.
 

@@ -166,8 +166,10 @@ class Worker:
 
     def _launch(self) -> bool:
         """Form a round and launch it; whether there was one."""
-        quiet = not any(shard.publisher.in_doubt for shard in self.shards)
-        formed = self.host.form(may_run=self._may_run, quiet=quiet)
+        # A partition that cannot be reached holds nobody else up.
+        reached = [shard for shard in self.shards if not shard.outage.on]
+        calm = not any(s.publisher.in_doubt or self.host.acting(s.number) for s in reached)
+        formed = self.host.form(may_run=self._may_run, calm=calm)
         if formed:
             self._flying.append(self.host.launch(formed))
         return bool(formed)

@@ -78,6 +78,8 @@ class Engine:
         self.launcher = Launcher(model)
         self.versions: dict[str, Any] = {"": model.variables}
         """Variables that a launch can run with, by name; "" are those the model was made with."""
+        self.restarting: set[Session] = set()
+        """Sessions whose row is at rest already, for a round under way that starts them anew."""
         self.probed: Probe | None = None
         self._cover: Cover | None = None
         self.catch_up: list[CatchUp] = []
@@ -149,6 +151,7 @@ class Engine:
         if from_rest and self.pool.rest:
             undo = dict(zip(from_rest, self.pool.read(list(from_rest)), strict=True))
             self.pool.write(dict.fromkeys(from_rest, b""))
+            self.restarting.update(undo)
             from_rest = ()
         try:
             flight = self._begin(sessions, frames, from_rest, steps, weights)
@@ -158,6 +161,7 @@ class Engine:
             raise
 
     def _undo(self, rows: Mapping[Session, bytes]) -> None:
+        self.restarting.difference_update(rows)
         if rows:
             self.pool.write({s: raw for s, raw in rows.items() if s in self.pool})
 
@@ -280,6 +284,7 @@ class Engine:
         """Commit all rows of rounds of different sessions, the outputs of which have come."""
         for flight in flights:
             self.pool.commit((launched.plan, launched.rows) for launched in flight.launches)
+            self.restarting.difference_update(flight.undo)
 
     def run(
         self,
@@ -313,8 +318,9 @@ class Engine:
         places = range(len(sessions)) if positions is None else positions
         if not len(sessions):
             return
+        anew = set(from_rest).intersection(sessions)
         try:
-            again = self.run(sessions, frames, from_rest=from_rest, steps=steps, weights=weights)
+            again = self.run(sessions, frames, from_rest=anew, steps=steps, weights=weights)
             for ran in again:
                 yield replace(ran, positions=[places[k] for k in ran.positions])
         except Exception as error:
@@ -326,7 +332,7 @@ class Engine:
                 yield from self.isolate(
                     sessions[part],
                     frames[part],
-                    from_rest=from_rest,
+                    from_rest=anew,
                     positions=places[part],
                     steps=steps[part] if steps is not None else None,
                     weights=weights if isinstance(weights, str) else weights[part],

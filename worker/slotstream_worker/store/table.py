@@ -32,6 +32,7 @@ class Fence(NamedTuple):
     owner: str
     epoch: bytes
     done: EntryId
+    cuts: bytes = b"0"
 
 
 class Position(NamedTuple):
@@ -39,6 +40,7 @@ class Position(NamedTuple):
 
     session: str
     epoch: bytes
+    cuts: bytes
     done: bytes
     read_to: bytes
 
@@ -224,15 +226,16 @@ class SlotTable:
         args = [arg for position in sessions for arg in position]
         others, unread = self._run("sweep", [one.session for one in sessions], self.worker, *args)
         differ: dict[str, Fence | None] = {}
-        for k in range(0, len(others), 5):
-            number, *row = others[k : k + 5]
+        for k in range(0, len(others), 6):
+            number, *row = others[k : k + 6]
             differ[sessions[number - 1].session] = _fence(*row) if row[0] else None
         return differ, [sessions[number - 1].session for number in unread]
 
     def fences(self, sessions: Sequence[str]) -> list[Fence | None]:
         """What fences each session's row; None where there is no row at all."""
         commands = [
-            ("HMGET", self.keys.row(s), "status", "owner", "epoch", "done") for s in sessions
+            ("HMGET", self.keys.row(s), "status", "owner", "epoch", "done", "cuts")
+            for s in sessions
         ]
         found: list[Fence | None] = []
         for answer in self.line.calls(commands):
@@ -258,10 +261,15 @@ class SlotTable:
         return keys, [*self._common, *args]
 
 
-def _fence(status: bytes, owner: bytes | None, epoch: bytes | None, done: bytes | None) -> Fence:
-    return Fence(
-        status.decode(), (owner or b"").decode(), epoch or b"", EntryId.parse(done or b"0-0")
-    )
+def _fence(
+    status: bytes,
+    owner: bytes | None,
+    epoch: bytes | None,
+    done: bytes | None,
+    cuts: bytes | None,
+) -> Fence:
+    done_id = EntryId.parse(done or b"0-0")
+    return Fence(status.decode(), (owner or b"").decode(), epoch or b"", done_id, cuts or b"0")
 
 
 def _counts(taken: Taken) -> tuple[int, int, int]:
