@@ -331,7 +331,7 @@ class FrameCodec:
         otherwise, or is none, is undefined: `read` says what it is.
         """
         rows = len(raws)
-        if rows <= _FEW and self._plain and sys.byteorder == "little":
+        if 0 < rows <= _FEW and self._plain and sys.byteorder == "little":
             return self._few(raws)
         if sys.byteorder != "little" or set(map(len, raws)) != {self.size}:
             return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)

@@ -177,27 +177,20 @@ class Line:
         keys: Sequence[Arg],
         args: Sequence[Arg],
         more: Arguments | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Send a script by its digest, `more` being its last arguments.
+        """Send a script by its digest, or `whole`, with its text; `more` are its last arguments.
 
-        `receive` raises `NoScriptError` where Redis does not know it. A restarted or promoted Redis
-        has forgotten every script, so this may happen at any call. Nothing was carried out then,
-        and `send_whole` sends it again.
+        `receive` raises `NoScriptError` where Redis does not know the digest. A restarted or
+        promoted Redis has forgotten every script, so this may happen at any call. Nothing was
+        carried out then, and the script is sent again, whole.
         """
         sha = self._shas.get(script.name)
         if sha is None:
             sha = self._shas[script.name] = script.sha
-        self._send(_packed(("EVALSHA", sha, len(keys), *keys, *args), more))
-
-    def send_whole(
-        self,
-        script: Script,
-        keys: Sequence[Arg],
-        args: Sequence[Arg],
-        more: Arguments | None = None,
-    ) -> None:
-        """Send a script with its text."""
-        self._send(_packed(("EVAL", script.text, len(keys), *keys, *args), more))
+        how = ("EVAL", script.text) if whole else ("EVALSHA", sha)
+        self._send(_packed((*how, len(keys), *keys, *args), more))
 
     def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Any:
         """Run a script, by its digest where Redis knows it, and return its answer."""
@@ -205,7 +198,7 @@ class Line:
         try:
             return self.receive()
         except NoScriptError:
-            self.send_whole(script, keys, args)
+            self.send_script(script, keys, args, whole=True)
             return self.receive()
 
     def close(self) -> None:

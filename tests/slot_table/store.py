@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from slotstream.arguments import Arg, Arguments
+from slotstream.arguments import Arg
 from slotstream.endpoint import Endpoint
 from slotstream.ids import EntryId
 from slotstream.lines import Line, Script
@@ -53,15 +53,9 @@ class Watched(Line):
 
     declared: set[str]
 
-    def send_script(
-        self,
-        script: Script,
-        keys: Sequence[Arg],
-        args: Sequence[Arg],
-        more: Arguments | None = None,
-    ) -> None:
+    def send_script(self, script: Script, keys: Sequence[Arg], *rest: Any, **how: Any) -> None:
         self.declared.update(map(str, keys))
-        super().send_script(script, keys, args, more)
+        super().send_script(script, keys, *rest, **how)
 
 
 class Store:

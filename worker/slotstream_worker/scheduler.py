@@ -187,7 +187,6 @@ class Scheduler:
         return formed
 
     def _together(self, sessions: int) -> Round:
-        self._ready_since = monotonic()
         while self._ready and not self._in_line(self._ready[0]):
             self._ready.popleft().listed = False
         if not self._ready:
@@ -203,6 +202,8 @@ class Scheduler:
             limit = min(self.engine.round_rows, room)
             formed = self._one_each(limit, leave=patient or not behind, patient=patient)
         self._news = bool(formed)  # after one there may be another
+        if formed:
+            self._ready_since = monotonic()
         self.in_flight += len(formed)
         self._catching_up += formed.depth > 1
         return formed

@@ -148,9 +148,8 @@ class Shard:
         self._judge.connected(time.monotonic())
         self.publisher.publish(self.partition)
         self.sweep()
-        self.host.changed(
-            self.number, self.hosted
-        )  # Redis watches for this connection what it read
+        # Redis watches for a connection what that one has read.
+        self.host.changed(self.number, self.hosted)
 
     def join(self) -> None:
         """Open the connections; take at once what older processes of this one's name own."""

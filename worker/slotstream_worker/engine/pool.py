@@ -290,9 +290,9 @@ class Pool:
         A row whose session was released, reset, written or forked onto since goes to the sink.
         """
         for plan, rows in results:
-            slots, target = plan.slot_indices[: plan.num_rows], plan.slot_indices
-            if (self._generations[slots] != plan.generations).any():
-                stale = self._stale(plan)
+            slots, stale = plan.slot_indices[: plan.num_rows], self._stale(plan)
+            target = plan.slot_indices
+            if stale.any():
                 target = target.copy()
                 target[: plan.num_rows][stale] = self.sink
                 slots = slots[~stale]

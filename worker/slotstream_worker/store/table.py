@@ -174,8 +174,7 @@ class SlotTable:
         carried out then, and the batch is sent again, `whole`.
         """
         keys, args = self._call(batch.sessions, (self.worker, batch.weights, batch.layout))
-        send = line.send_whole if whole else line.send_script
-        send(script("commit"), keys, args, batch.args)
+        line.send_script(script("commit"), keys, args, batch.args, whole=whole)
 
     def receive_commits(self, batch: Batch, line: Line) -> Any:
         """The answer to a batch that was the last thing sent."""
