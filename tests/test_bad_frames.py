@@ -15,6 +15,7 @@ import pytest
 
 from conftest import ThreadedWorker, streams_of
 from serving_models import served
+from slotstream.codec import FrameCodec
 from slotstream.embedded import EmbeddedRedis
 from test_wire import SHAPE, Gate, Wire, assert_right, ids, outputs, packed
 
@@ -392,3 +393,20 @@ def test_any_msgpack_of_the_map_is_taken(wire, clean):
     for k, one in enumerate(stream):
         wire.add(session, f"{k + 1}-0", "frame", forms[k % 4](one.astype("<f4").tobytes()))
     assert outputs(wire.read(session, 8)) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 9])
+def test_few_frames_and_many_are_read_alike(count: int) -> None:
+    """The usual ones come out as they are, and each of the others is named."""
+    codec = FrameCodec("float32", (2, 3))
+    frames = np.random.default_rng(3).normal(size=(count, 2, 3)).astype(np.float32)
+    raws = [codec.encode(frame) for frame in frames]
+    found, others = codec.many(raws)
+    assert (found.tobytes(), found.shape, others.any()) == (frames.tobytes(), frames.shape, False)
+    for spoilt in range(count):
+        head = bytearray(raws[spoilt])
+        head[3] ^= 1
+        found, others = codec.many([*raws[:spoilt], bytes(head), *raws[spoilt + 1 :]])
+        assert np.flatnonzero(others).tolist() == [spoilt]
+        usual = np.delete(np.arange(count), spoilt)
+        assert found[usual].tobytes() == frames[usual].tobytes()
