@@ -13,7 +13,7 @@ from slotstream.arguments import argument, around
 from slotstream.codec import encode, header
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.entries import Entry
-from slotstream_worker.store.commits import Answer, Output
+from slotstream_worker.store.commits import Answer, Outputs
 
 
 class AnswerWriter:
@@ -37,9 +37,9 @@ class AnswerWriter:
         self._templates: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
 
     def outputs(
-        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]
-    ) -> list[Output]:
-        """The answers of entries that were frames and nothing else, one a row.
+        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]], depth: int = 1
+    ) -> list[list[Outputs]]:
+        """The answers of entries that were frames and nothing else, `depth` rows at a time.
 
         All rows at once: what is sent of fixed shapes, and of ids of one length, differs only in
         its data.
@@ -47,10 +47,18 @@ class AnswerWriter:
         Args:
             ids: of the entries.
             outputs: arrays `[rows, frame, ...]` by name.
+            depth: how many rows in turn are of one session.
         """
+        if len(set(map(len, ids))) == 1:
+            data, step = self._packed(ids, outputs), depth * self._size(len(ids[0]))
+            starts = zip(range(0, len(ids), depth), range(0, len(data), step), strict=True)
+            return [[(ids[k : k + depth], data[at : at + step])] for k, at in starts]
+        each = self._each(ids, outputs)
+        return [each[k : k + depth] for k in range(0, len(ids), depth)]
+
+    def _packed(self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+        """What is sent of answers whose ids are of one length."""
         rows, length = len(ids), len(ids[0])
-        if len(set(map(len, ids))) > 1:
-            return self._each(ids, outputs)
         template, start = self._template(length)
         block = np.empty((rows, len(template)), np.uint8)
         block[:] = template
@@ -63,22 +71,25 @@ class AnswerWriter:
             array = np.ascontiguousarray(outputs[name])
             part = array.reshape(rows, -1).view(np.uint8).reshape(rows, -1)
             block[:, shift + low : shift + high] = part
-        data, size = block.tobytes(), len(template)
-        packed = [data[at : at + size] for at in range(0, rows * size, size)]
-        return list(zip(ids, packed, strict=True))
+        return block.tobytes()
 
     def _each(
         self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]
-    ) -> list[Output]:
-        """The same for ids of several lengths."""
+    ) -> list[Outputs]:
+        """The answers one by one, where the ids are of several lengths."""
         places: dict[int, list[int]] = {}
         for k, id_ in enumerate(ids):
             places.setdefault(len(id_), []).append(k)
-        found: dict[int, Output] = {}
+        found: dict[int, Outputs] = {}
         for part in places.values():
             chosen = {name: array[part] for name, array in outputs.items()}
-            found.update(zip(part, self.outputs([ids[k] for k in part], chosen), strict=True))
+            some = [ids[k] for k in part]
+            found.update(zip(part, split((some, self._packed(some, chosen))), strict=True))
         return [found[k] for k in range(len(ids))]
+
+    def _size(self, length: int) -> int:
+        """Bytes that are sent of an answer whose id has so many."""
+        return len(self._template(length)[0])
 
     def _template(self, length: int) -> tuple[np.ndarray[Any, Any], int]:
         """What is sent of an answer whose id has so many bytes, and where in it the id begins."""
@@ -93,9 +104,9 @@ class AnswerWriter:
         """Where the encoded output begins in what is sent of an answer."""
         return sum(map(len, around(length))) + length + len(around(len(self._body))[0])
 
-    def raw(self, answer: Output) -> bytes:
-        """The encoded output of an answer that was packed."""
-        id_, packed = answer
+    def raw(self, answer: Outputs) -> bytes:
+        """The encoded output of one answer that was packed."""
+        (id_,), packed = answer
         start = self._shift(len(id_))
         return packed[start : start + len(self._body)]
 
@@ -109,9 +120,17 @@ class AnswerWriter:
         }
         return encode(next(iter(arrays.values())) if self._single else arrays)
 
-    def usual(self, answer: Output, weights: str) -> Answer:
-        """The answer of an entry that was a frame and nothing else, from its packed output."""
-        return Answer(answer[0], ("output", self.raw(answer), "weights", weights))
+    def answers(self, answers: Sequence[Outputs | Answer], weights: str) -> list[Answer]:
+        """Answers one by one, of those that were packed too."""
+        found = []
+        for answer in answers:
+            if isinstance(answer, Answer):
+                found.append(answer)
+                continue
+            for one in split(answer):
+                fields = ("output", self.raw(one), "weights", weights)
+                found.append(Answer(one[0][0], fields))
+        return found
 
     def output(self, entry: Entry, output: bytes, weights: str) -> Answer:
         """The answer of an entry whose frame ran, from its encoded output."""
@@ -126,3 +145,10 @@ class AnswerWriter:
         """The answer of an entry that changed nothing."""
         raw = msgpack.packb({"code": code, "message": message[:500]})
         return Answer(entry.id, ("error", raw), effect=False)
+
+
+def split(outputs: Outputs) -> list[Outputs]:
+    """Answers that were packed together, one by one."""
+    ids, packed = outputs
+    size = len(packed) // len(ids)
+    return [((id_,), packed[k * size : (k + 1) * size]) for k, id_ in enumerate(ids)]

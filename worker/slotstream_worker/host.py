@@ -13,7 +13,7 @@ from time import monotonic
 
 from slotstream.codec import FrameCodec
 from slotstream.named import AnyFrames, NamedFrames
-from slotstream_worker.answers import AnswerWriter
+from slotstream_worker.answers import AnswerWriter, split
 from slotstream_worker.engine.engine import Engine, Ran
 from slotstream_worker.engine.model import StreamModel
 from slotstream_worker.engine.pool import Session
@@ -24,7 +24,7 @@ from slotstream_worker.rounds import Flying, Round
 from slotstream_worker.running import Runner
 from slotstream_worker.scheduler import MayRun, Scheduler
 from slotstream_worker.store.commits import Answer, raw_id
-from slotstream_worker.store.inbox import Raw
+from slotstream_worker.store.runs import Raw, Read, Run, entries_of
 from slotstream_worker.store.table import Row
 from slotstream_worker.weights.residents import Residents
 
@@ -165,11 +165,10 @@ class Host:
             self.finish(hosted, "end", "replay_gap")
             return
         skipped = set(map(raw_id, row.skipped))
-        hosted.queue.extend(
-            raw for raw, entry in entries if entry.id not in skipped and not entry.error
-        )
-        hosted.unsettled = len(hosted.queue)
-        hosted.even = _only_frames(hosted.queue)
+        left = [raw for raw, entry in entries if entry.id not in skipped and not entry.error]
+        count, hosted.even = _counted(left)
+        hosted.queue.extend(left, count)
+        hosted.unsettled = count
         self.scheduler.add(hosted)
 
     def drop(self, dropped: Iterable[Hosted]) -> None:
@@ -224,12 +223,12 @@ class Host:
             hosted = held.get(session)
             if hosted is not None:
                 hosted.more = True
-                if len(hosted.queue) <= self.low_water or self._untried(hosted):
+                if hosted.queue.count <= self.low_water or self._untried(hosted):
                     hungry[session] = hosted
 
     def _untried(self, hosted: Hosted) -> bool:
         """Whether it is a suspect with nothing to be tried on: an entry that nobody answered."""
-        return hosted.suspect and len(hosted.queue) <= hosted.unsettled
+        return hosted.suspect and hosted.queue.count <= hosted.unsettled
 
     def to_read(self, partition: int, most: int) -> dict[str, Hosted]:
         """Sessions whose streams are to be read now, `most` at most; they count as read."""
@@ -242,26 +241,25 @@ class Host:
                 found[session] = hosted
         return found
 
-    def feed(self, hosted: Hosted, raws: Sequence[Raw]) -> None:
-        """Take in entries read from a session's stream, in its order."""
-        hosted.read_to = raws[-1][0]
+    def feed(self, hosted: Hosted, parts: Sequence[Read]) -> None:
+        """Take in what was read from a session's stream, in its order."""
+        last, (count, usual) = parts[-1], _counted(parts)
+        hosted.read_to = last.ids[-1] if isinstance(last, Run) else last[0]
         hosted.active_at = monotonic()
-        if len(raws) >= self.read_count:
+        if count >= self.read_count:
             hosted.more = True
         if hosted.action:
             return
-        if not _only_frames(raws):
-            for raw in raws:
+        if not usual:
+            for raw in entries_of(parts):
                 entry = self.reader.read(*raw)
                 if entry.mark:
                     # Seen is enough: what waits is cancelled, what is in flight is answered.
                     self.finish(hosted, "end", "close", entry.id.decode())
                     return
-                hosted.queue.append(raw)
             hosted.even = False
-        else:
-            hosted.queue.extend(raws)
-        if hosted.more and len(hosted.queue) <= self.low_water:
+        hosted.queue.extend(parts, count)
+        if hosted.more and hosted.queue.count <= self.low_water:
             self._low(hosted)
         self.scheduler.add(hosted)
 
@@ -311,7 +309,7 @@ class Host:
             return
         ids = [formed.ids[k] for k in ran.positions]
         answers = self.writer.outputs(ids, ran.outputs)
-        for row, (k, answer) in enumerate(zip(ran.positions, answers, strict=True)):
+        for row, (k, (answer,)) in enumerate(zip(ran.positions, answers, strict=True)):
             hosted = formed.hosted[k]
             if hosted.gone:
                 continue
@@ -329,7 +327,7 @@ class Host:
                 self.scheduler.cleared(hosted)
             hosted.answers.append(answer)
             self._acting[hosted.partition][hosted.session] = hosted
-            if hosted.queue:
+            if hosted.queue.count:
                 self.scheduler.add(hosted)
 
     def _ran_far(self, formed: Round, ran: Ran, now: float) -> None:
@@ -338,11 +336,10 @@ class Host:
             name: array.reshape(len(array) * depth, *array.shape[2:])
             for name, array in ran.outputs.items()
         }
-        answers = self.writer.outputs(formed.ids, outputs)
-        for k, hosted in enumerate(formed.hosted):
+        answers = self.writer.outputs(formed.ids, outputs, depth)
+        for hosted, those in zip(formed.hosted, answers, strict=True):
             if hosted.gone:
                 continue
-            start = k * depth
             replayed = min(hosted.unsettled, depth)
             hosted.unsettled -= replayed
             hosted.in_flight = False
@@ -350,7 +347,9 @@ class Host:
                 if hosted.attempts:
                     self.scheduler.cleared(hosted)
                 hosted.active_at = now
-                hosted.answers += answers[start + replayed : start + depth]
+                if replayed:
+                    those = [one for some in those for one in split(some)][replayed:]
+                hosted.answers += those
                 self._acting[hosted.partition][hosted.session] = hosted
             self.scheduler.add(hosted)
 
@@ -397,12 +396,18 @@ class Host:
         self.scheduler.add(hosted)
 
 
-def _only_frames(raws: Sequence[Raw]) -> bool:
-    """Whether none of the entries says more than a frame."""
-    for _, fields in raws:  # noqa: SIM110 (a generator takes twice as long, and every entry passes)
+def _counted(parts: Sequence[Read]) -> tuple[int, bool]:
+    """How many entries were read, and whether none of them says more than a frame."""
+    count, usual = 0, True
+    for part in parts:
+        if type(part) is Run:
+            count += len(part.ids)
+            continue
+        fields = part[1]  # type: ignore[index]
+        count += 1
         if len(fields) != 2 or fields[0] != b"frame":
-            return False
-    return True
+            usual = False
+    return count, usual
 
 
 def _codec(model: StreamModel, max_bytes: int) -> AnyFrames:

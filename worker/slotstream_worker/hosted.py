@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slotstream_worker.store.commits import Answer, Output
-from slotstream_worker.store.inbox import Raw
+from slotstream_worker.backlog import Backlog
+from slotstream_worker.store.commits import Answer, Outputs
 
 SUSPICIOUS = 2
 """Attempts from which a session is run alone; the deaths of a whole company count to here."""
@@ -40,8 +39,8 @@ class Hosted:
     base: bytes
     read_to: bytes
     weights: str
-    queue: deque[Raw] = field(default_factory=deque)
-    answers: list[Output | Answer] = field(default_factory=list)
+    queue: Backlog = field(default_factory=Backlog)
+    answers: list[Outputs | Answer] = field(default_factory=list)
     usual: bool = True
     even: bool = True
     unsettled: int = 0
@@ -71,6 +70,6 @@ class Hosted:
     @property
     def runnable(self) -> bool:
         """Whether its oldest entry may go into a round."""
-        return bool(self.queue) and not (
+        return self.queue.count > 0 and not (
             self.action or self.in_flight or self.paused or self.held or self.halt
         )

@@ -28,7 +28,7 @@ from slotstream_worker.store.commits import (
     Batch,
     Checkpoint,
     Commit,
-    Output,
+    Outputs,
     raw_id,
 )
 from slotstream_worker.store.partition import Partition
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     """What a call writes of one session; a `commit` only where it is not the usual."""
 
     hosted: Hosted
-    answers: list[Output | Answer]
+    answers: list[Outputs | Answer]
     checkpoint: Checkpoint | None
     commit: Commit | None
 
@@ -210,7 +210,7 @@ class Publisher:
 
         An action comes with all of them.
         """
-        answers, left = hosted.answers, list[Output | Answer]()
+        answers, left = hosted.answers, list[Outputs | Answer]()
         checkpoint = point.checkpoint if point else None
         if point and point.answers < len(answers):
             answers, left = answers[: point.answers], answers[point.answers :]
@@ -221,7 +221,7 @@ class Publisher:
             and (checkpoint is None or checkpoint.weights == weights)
         ):
             state = checkpoint.state if checkpoint else None
-            outputs = cast("list[Output]", answers)
+            outputs = cast("list[Outputs]", answers)
             fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
             sent.batch.add_usual(*fence, outputs, state)
             commit = None
@@ -234,7 +234,7 @@ class Publisher:
             self.host.changed_weights(hosted, checkpoint.weights)
 
     def _commit(
-        self, hosted: Hosted, answers: list[Output | Answer], checkpoint: Checkpoint | None
+        self, hosted: Hosted, answers: list[Outputs | Answer], checkpoint: Checkpoint | None
     ) -> Commit:
         acts = bool(hosted.action) and not hosted.in_flight
         return Commit(
@@ -242,12 +242,7 @@ class Publisher:
             hosted.epoch,
             hosted.cuts,
             hosted.base,
-            [
-                answer
-                if isinstance(answer, Answer)
-                else self.host.writer.usual(answer, hosted.weights)
-                for answer in answers
-            ],
+            self.host.writer.answers(answers, hosted.weights),
             checkpoint,
             hosted.action if acts else "",
             hosted.reason if acts else "",
@@ -268,7 +263,7 @@ class Publisher:
                 continue
             if answers:
                 hosted.base = _last_id(answers)
-                replies += len(answers)
+                replies += sum(1 if isinstance(one, Answer) else len(one[0]) for one in answers)
             if part.commit:
                 errors += sum(answer.is_error for answer in part.commit.answers)
                 if part.commit.action:
@@ -319,6 +314,6 @@ def _acts(hosted: Hosted) -> bool:
     return bool(hosted.answers) or (bool(hosted.action) and not hosted.in_flight)
 
 
-def _last_id(answers: Sequence[Output | Answer]) -> bytes:
+def _last_id(answers: Sequence[Outputs | Answer]) -> bytes:
     last = answers[-1]
-    return raw_id(last.id) if isinstance(last, Answer) else last[0]
+    return raw_id(last.id) if isinstance(last, Answer) else last[0][-1]

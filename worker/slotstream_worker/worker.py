@@ -156,6 +156,7 @@ class Worker:
         if not (formed and self._may_launch) and self._flying and self._flying[0].landing:
             self.collect()
             self._each(Shard.publish)
+            self.engine.pool.settle()  # after the answers are on their way: nobody waits for it
         self.metrics.sessions.set(len(self.host))
         self.metrics.parked.set(self.host.rows.parked)
 

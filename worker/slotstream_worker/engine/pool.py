@@ -129,7 +129,8 @@ class Pool:
         if slots < 1:
             raise ValueError(f"a pool has at least one slot, got {slots}")
         self.spec, self.slots, self.sink, self.rest = spec, slots, slots, rest
-        self.arrays: Rows = spec.zeros(slots + 1)
+        self._arrays: Rows = spec.zeros(slots + 1)
+        self._late: list[tuple[NDArray[np.int32], Rows]] = []  # committed, and not written yet
         self._held: dict[Session, int] = {}
         self._free = deque(range(slots))
         # By slot, the sink's last, so that a whole round is looked up at once. `_has_state` is
@@ -159,6 +160,16 @@ class Pool:
     def fresh(self) -> set[int]:
         """Slots whose session is at rest: no frame has run since it was admitted or reset."""
         return {slot for slot in self._held.values() if not self._has_state[slot]}
+
+    @property
+    def arrays(self) -> Rows:
+        """All rows, an array `[slots + 1, ...]` a leaf, with all that is committed."""
+        self.settle()
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays: Rows) -> None:
+        self._arrays = arrays
 
     @property
     def state(self) -> Tree:
@@ -287,7 +298,9 @@ class Pool:
     def commit(self, results: Iterable[tuple[Plan, Rows]]) -> None:
         """Write each plan's new rows (`[rows, ...]` a leaf); the rows now hold state.
 
-        A row whose session was released, reset, written or forked onto since goes to the sink.
+        A row whose session was released, reset, written or forked onto since goes to the sink. The
+        device is told by `settle`, or when the rows are next looked at, so that whoever waits for
+        the outputs does not wait for this too.
         """
         for plan, rows in results:
             slots, stale = plan.slot_indices[: plan.num_rows], self._stale(plan)
@@ -297,7 +310,14 @@ class Pool:
                 target[: plan.num_rows][stale] = self.sink
                 slots = slots[~stale]
             self._has_state[slots] = True
-            self.arrays = _scatter(self.arrays, target, rows)
+            self._late.append((target, rows))
+
+    def settle(self) -> None:
+        """Have the device write the rows that are committed."""
+        if self._late:
+            late, self._late = self._late, []
+            for target, rows in late:
+                self._arrays = _scatter(self._arrays, target, rows)
 
     def _stale(self, plan: Plan) -> NDArray[np.bool_]:
         """Rows of a plan whose slot has been given up or changed since it was made."""

@@ -19,9 +19,9 @@ BYTES_A_CALL = 256 * 1024
 """A script holds Redis while it runs; these keep one to about a millisecond."""
 
 Id = bytes | EntryId
-Output = tuple[bytes, bytes]
-"""A reply that holds an output: the id of the entry it answers, and both this id and the encoded
-output as arguments of a command, packed."""
+Outputs = tuple[Sequence[bytes], bytes]
+"""Replies that hold an output each: ids of the entries they answer, all of one length, and of each
+in turn this id and the encoded output as arguments of a command, packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Commit:
     reason: str = ""
     mark: str = ""
 
-    def usual(self, weights: str, layout: str) -> list[Output] | None:
+    def usual(self, weights: str, layout: str) -> list[Outputs] | None:
         """Its answers where it is nothing else than outputs of `weights`, and perhaps a checkpoint.
 
         None where it is more, or is nothing.
@@ -74,7 +74,7 @@ class Commit:
             return None
         if saved and (saved.weights, saved.layout) != (weights, layout):
             return None
-        found: list[Output] = []
+        found: list[Outputs] = []
         for answer in self.answers:
             fields = answer.fields
             if len(fields) != 4 or (fields[0], *fields[2:]) != ("output", "weights", weights):
@@ -84,7 +84,7 @@ class Commit:
             output = fields[1]
             raw = output if isinstance(output, bytes) else output.encode()
             id_ = raw_id(answer.id)
-            found.append((id_, argument(id_) + argument(raw)))
+            found.append(((id_,), argument(id_) + argument(raw)))
         return found
 
     def args(self) -> Iterator[Arg]:
@@ -142,7 +142,7 @@ class Batch:
         epoch: bytes,
         cuts: bytes,
         base: bytes,
-        outputs: Sequence[Output],
+        outputs: Sequence[Outputs],
         state: bytes | None = None,
     ) -> None:
         """Add a session's usual commit: outputs, and perhaps the state after the last of them.
@@ -157,7 +157,8 @@ class Batch:
         """
         self.sessions.append(session)
         name = session.encode()
-        count = b"%d" % len(outputs) if state is None else b"+%d" % len(outputs)
+        replies = sum([len(ids) for ids, _ in outputs])
+        count = b"%d" % replies if state is None else b"+%d" % replies
         parts = self.args.parts
         parts.append(
             _USUAL
@@ -166,11 +167,11 @@ class Batch:
                 *(len(base), base, len(count), count),
             )
         )
-        parts += [packed for _, packed in outputs]
-        self.args.count += 5 + 2 * len(outputs)
-        self._replies += len(outputs)
-        if outputs:
-            self._nbytes += len(outputs) * len(outputs[0][1])
+        for _, packed in outputs:
+            parts.append(packed)
+            self._nbytes += len(packed)
+        self.args.count += 5 + 2 * replies
+        self._replies += replies
         if state is not None:
             self.args.add(state)
             self._nbytes += len(state)

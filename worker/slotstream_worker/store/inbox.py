@@ -18,9 +18,8 @@ from slotstream.arguments import Arg
 from slotstream.ids import EntryId
 from slotstream.lines import Line
 from slotstream.names import Keys
-
-Raw = list[Any]
-"""An entry as Redis gives it: its id (bytes), and the list of its fields and values in turn."""
+from slotstream_worker.store.reading import StreamsLine
+from slotstream_worker.store.runs import Raw, Read
 
 _STREAMS_A_READ = 512
 _BYTES_A_READ = 2 * 2**20
@@ -60,7 +59,7 @@ class Inbox:
         self._pinged = False
         self._order_key = keys.order(worker)
         self._asked: tuple[dict[str, bytes], int] | None = None
-        self._came: dict[str, list[Raw]] | None = None
+        self._came: dict[str, list[Read]] | None = None
         self.news = True
         """Whether control, the queue or the order to this worker may have changed."""
         self.changed: set[str] = set()
@@ -118,10 +117,10 @@ class Inbox:
         One read at a time. The streams are watched again from when Redis reads them.
         """
         self.changed.difference_update(positions)
-        self.reader.send(*self._xread(positions, count))
+        self.reader.read(*self._xread(positions, count))
         self._asked = (dict(positions), count)
 
-    def arrived(self, *, readable: bool = False) -> dict[str, list[Raw]] | None:
+    def arrived(self, *, readable: bool = False) -> dict[str, list[Read]] | None:
         """What has come of the read that was asked for; None while it has not come.
 
         Sessions without a new entry are left out, and so is a key that is no stream.
@@ -149,7 +148,8 @@ class Inbox:
             # One key that is no stream would hide all the others.
             for session, position in positions.items():
                 try:
-                    answer = self.reader.call(*self._xread({session: position}, count))
+                    self.reader.read(*self._xread({session: position}, count))
+                    answer = self.reader.receive()
                 except ResponseError as error:
                     if not str(error).startswith("WRONGTYPE"):
                         raise
@@ -157,7 +157,7 @@ class Inbox:
                     came.update(self._parsed(answer))
         self._came = came
 
-    def _parsed(self, answer: Any) -> dict[str, list[Raw]]:
+    def _parsed(self, answer: Any) -> dict[str, list[Read]]:
         skip = len(self._in)
         return {key[skip:].decode(): entries for key, entries in answer or ()}
 
@@ -201,11 +201,11 @@ class Inbox:
         return answers
 
 
-def _tracking(pool: redis.ConnectionPool) -> tuple[Line, Line]:
+def _tracking(pool: redis.ConnectionPool) -> tuple[Line, StreamsLine]:
     """A connection that hears of every change to what the other one has read."""
     heard = Line(pool)
     try:
-        reader = Line(pool, read_bytes=2**20)
+        reader = StreamsLine(pool)
         try:
             listener = heard.call("CLIENT", "ID")
             heard.call("SUBSCRIBE", _CHANNEL)
