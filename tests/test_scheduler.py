@@ -14,7 +14,6 @@ from slotstream_worker.entries import Entry
 from slotstream_worker.hosted import Hosted
 from slotstream_worker.rounds import Round
 from slotstream_worker.scheduler import Scheduler
-from slotstream_worker.store.runs import Raw, Read, Run, entries_of
 
 COST_MS = {1: 0.2, 4: 0.3, 16: 0.5, 64: 1.0, 128: 1.6}
 ALWAYS = lambda _partition, _session: True  # noqa: E731
@@ -46,21 +45,8 @@ def scheduler(*, slots: int = 1024, ways: tuple[int, ...] = (16, 64, 128), fresh
 def session(name: str, entries: int, *, weights: str = "", attempts: int = 0) -> Hosted:
     hosted = Hosted(name, 0, b"1", b"0", b"0-0", b"0-0", weights, attempts=attempts)
     for k in range(entries):
-        raw = [b"%d-0" % (k + 1), [b"frame", b"%s %d" % (name.encode(), k + 1)]]
-        hosted.queue.extend([raw], 1)
+        hosted.queue.append([b"%d-0" % (k + 1), [b"frame", b"%s %d" % (name.encode(), k + 1)]])
     return hosted
-
-
-def run_of(entries: list[Raw]) -> Run:
-    """The entries as they would have been read together."""
-    raws = [fields[1] for _, fields in entries]
-    size = len(raws[0])
-    data = b"".join(b"<<%b>" % raw for raw in raws)
-    return Run([id_ for id_, _ in entries], data, size + 3, 2, size)
-
-
-def frames(formed: Round) -> list[bytes]:
-    return [raw.tobytes() for some in formed.frames for raw in some]
 
 
 def form(made: Scheduler, sessions: int = 1000, *, calm: bool = True) -> Round:
@@ -85,8 +71,8 @@ def test_a_backlog_runs_as_many_entries_as_the_first_and_the_last_of_the_launch_
     formed = form(made)
     assert (formed.depth, len(formed.hosted)) == (7, 128)
     assert formed.hosted[0] is sessions[0]
-    assert frames(formed)[:7] == [b"s0 %d" % k for k in range(1, 8)]
-    assert frames(formed)[7:9] == [b"s1 1", b"s1 2"]
+    assert formed.raws[:7] == [b"s0 %d" % k for k in range(1, 8)]
+    assert formed.raws[7:9] == [b"s1 1", b"s1 2"]
     assert formed.ids[:2] == [b"1-0", b"2-0"]
     assert made.in_flight == 128
 
@@ -199,23 +185,17 @@ def test_every_entry_runs_once_in_order_and_nobody_starves(seed: int):
     aloft: list[Round] = []
 
     def push(hosted: Hosted, entries: int) -> None:
-        parts: list[Read] = []
         for _ in range(entries):
             pushed[hosted.session] += 1
             id_ = b"%d-0" % pushed[hosted.session]
             odd = rng.random() < 0.01
-            parts.append([id_, [b"op", b"reset"] if odd else [b"frame", b"%9s" % id_]])
+            hosted.queue.append([id_, [b"op", b"reset"] if odd else [b"frame", b"x"]])
             hosted.even = hosted.even and not odd
-        if hosted.even and entries > 1 and rng.random() < 0.7:
-            parts = [run_of(entries_of(parts))]
-        hosted.queue.extend(parts, entries)
         made.add(hosted)
 
     def note(formed: Round) -> None:
         for k, hosted in enumerate(formed.hosted):
             ran[hosted.session] += formed.ids[k * formed.depth : (k + 1) * formed.depth]
-        raws = frames(formed) if formed.depth > 1 else formed.raws
-        assert raws == [b"%9s" % id_ for id_ in formed.ids], "each with its own frame"
         for hosted, entry in formed.plain:
             ran[hosted.session].append(entry.id)
         names = [h.session for h in formed.hosted] + [h.session for h, _ in formed.plain]

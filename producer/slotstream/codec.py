@@ -333,19 +333,12 @@ class FrameCodec:
         rows = len(raws)
         if 0 < rows <= _FEW and self._plain and sys.byteorder == "little":
             return self._few(raws)
-        if set(map(len, raws)) != {self.size}:
+        if sys.byteorder != "little" or set(map(len, raws)) != {self.size}:
             return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)
-        return self.together([np.frombuffer(b"".join(raws), np.uint8).reshape(rows, self.size)])
-
-    def together(self, encoded: Sequence[NDArray[np.uint8]]) -> tuple[Array, NDArray[np.bool_]]:
-        """`many`, of frames that lie together, as arrays `[n, size]` of their bytes."""
-        rows = sum(map(len, encoded))
-        if sys.byteorder != "little" or {some.shape[1] for some in encoded} != {self.size}:
-            return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)
+        block = np.frombuffer(b"".join(raws), np.uint8).reshape(rows, self.size)
         start = len(self.header)
-        heads = np.concatenate([some[:, :start] for some in encoded])
-        others: NDArray[np.bool_] = (heads != self._head).any(axis=1)
-        data = np.concatenate([some[:, start:] for some in encoded])
+        others: NDArray[np.bool_] = (block[:, :start] != self._head).any(axis=1)
+        data = np.ascontiguousarray(block[:, start:])
         if not self._plain:
             others |= (data > 1).any(axis=1)
         return data.view(self.dtype).reshape(rows, *self.shape), others

@@ -19,8 +19,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from slotstream.arguments import Arg, Arguments
 
-NOTHING = object()
-"""No whole answer yet."""
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class Line:
         self._reader = hiredis.Reader(
             protocolError=redis.InvalidResponse,
             replyError=connection._parser.parse_error,
-            notEnoughData=NOTHING,
+            notEnoughData=_NOTHING,
         )
         self._buffer = bytearray(read_bytes)
-        self._next: Any = NOTHING  # an answer that has been seen to be there
+        self._next: Any = _NOTHING  # an answer that has been seen to be there
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._broken = False
@@ -83,7 +82,8 @@ class Line:
         self._send(b"".join([_packed(tuple(command)) for command in commands]))
 
     def _send(self, packed: bytes) -> None:
-        self._check()
+        if self._broken:
+            raise redis.ConnectionError("this connection has been broken; open a new one")
         try:
             self._socket.sendall(packed)
         except TimeoutError as error:
@@ -95,11 +95,11 @@ class Line:
 
     def receive(self) -> Any:
         """Read the next answer; raises `ResponseError` where Redis refused the command."""
-        answer, self._next = self._next, NOTHING
+        answer, self._next = self._next, _NOTHING
         try:
-            if answer is NOTHING:
+            if answer is _NOTHING:
                 answer = self._gets()
-            while answer is NOTHING:
+            while answer is _NOTHING:
                 self._fill()
                 answer = self._gets()
         except BaseException:
@@ -116,11 +116,11 @@ class Line:
 
         `readable`: somebody has asked already, and the socket has something to read.
         """
-        if self._next is not NOTHING:
+        if self._next is not _NOTHING:
             return True
         try:
             self._next = self._gets()
-            while self._next is NOTHING:
+            while self._next is _NOTHING:
                 if not (readable or self._poll.poll(1e3 * timeout_s) or self._unread()):
                     return False
                 readable = False
@@ -131,31 +131,22 @@ class Line:
             raise
         return True
 
-    def _check(self) -> None:
+    def _gets(self) -> Any:
         if self._broken:
             raise redis.ConnectionError("this connection has been broken; open a new one")
-
-    def _gets(self) -> Any:
-        """The next answer, or `NOTHING` while it has not all come."""
-        self._check()
         return self._reader.gets()
 
     def _fill(self) -> None:
-        """Read what the socket has."""
-        count = self._receive_into(self._buffer)
-        self._reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # any buffer
-
-    def _receive_into(self, buffer: bytearray | memoryview) -> int:
-        """Read what the socket has, at least one byte; how many there were."""
+        """Read what the socket has, at least one byte."""
         try:
-            count: int = self._socket.recv_into(buffer)
+            count = self._socket.recv_into(self._buffer)
         except TimeoutError as error:
             raise redis.TimeoutError("Redis does not answer") from error
         except OSError as error:
             raise redis.ConnectionError(f"reading from Redis: {error}") from error
         if not count:
             raise redis.ConnectionError("Redis has closed the connection")
-        return count
+        self._reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # any buffer
 
     def _unread(self) -> bool:
         """Whether TLS holds bytes that the socket does not show any more."""

@@ -110,17 +110,10 @@ class NamedFrames:
 
     def many(self, raws: Sequence[bytes]) -> tuple[Array, NDArray[np.bool_]]:
         """Many encoded frames at once: `[n, frame, step]`, and which are encoded otherwise."""
-        rows = len(raws)
-        if set(map(len, raws)) != {self.size}:
+        rows, frame = len(raws), self.shape[0]
+        if sys.byteorder != "little" or set(map(len, raws)) != {self.size}:
             return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)
-        return self.together([np.frombuffer(b"".join(raws), np.uint8).reshape(rows, self.size)])
-
-    def together(self, encoded: Sequence[NDArray[np.uint8]]) -> tuple[Array, NDArray[np.bool_]]:
-        """`many`, of frames that lie together, as arrays `[n, size]` of their bytes."""
-        rows, frame = sum(map(len, encoded)), self.shape[0]
-        if sys.byteorder != "little" or {some.shape[1] for some in encoded} != {self.size}:
-            return np.zeros((rows, *self.shape), self.dtype), np.ones(rows, bool)
-        block = encoded[0] if len(encoded) == 1 else np.concatenate(encoded)
+        block = np.frombuffer(b"".join(raws), np.uint8).reshape(rows, self.size)
         others = np.zeros(rows, bool)
         steps = []
         for (start, head), (at, nbytes), part in zip(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slotstream.errors import BadFrame
 from slotstream.named import AnyFrames
@@ -54,13 +53,7 @@ class EntryReader:
         The places of those that are not encoded as usual come second: `read` says what they are,
         and their frames here are undefined.
         """
-        return self._usual(*self.frames.many(raws))
-
-    def frames_together(self, encoded: Sequence[NDArray[np.uint8]]) -> tuple[Frames, list[int]]:
-        """`frames_of`, of frames that lie together, as arrays `[n, size]` of their bytes."""
-        return self._usual(*self.frames.together(encoded))
-
-    def _usual(self, frames: Frames, others: NDArray[np.bool_]) -> tuple[Frames, list[int]]:
+        frames, others = self.frames.many(raws)
         if self._finite:
             others |= ~self.frames.finite(frames)
         return frames, np.flatnonzero(others).tolist()

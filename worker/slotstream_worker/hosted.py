@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slotstream_worker.backlog import Backlog
 from slotstream_worker.store.commits import Answer, Outputs
+from slotstream_worker.store.inbox import Raw
 
 SUSPICIOUS = 2
 """Attempts from which a session is run alone; the deaths of a whole company count to here."""
@@ -39,7 +40,7 @@ class Hosted:
     base: bytes
     read_to: bytes
     weights: str
-    queue: Backlog = field(default_factory=Backlog)
+    queue: deque[Raw] = field(default_factory=deque)
     answers: list[Outputs | Answer] = field(default_factory=list)
     usual: bool = True
     even: bool = True
@@ -70,6 +71,6 @@ class Hosted:
     @property
     def runnable(self) -> bool:
         """Whether its oldest entry may go into a round."""
-        return self.queue.count > 0 and not (
+        return bool(self.queue) and not (
             self.action or self.in_flight or self.paused or self.held or self.halt
         )

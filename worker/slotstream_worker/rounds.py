@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slotstream_worker.engine.engine import Flight
 from slotstream_worker.entries import Entry, Frames
 from slotstream_worker.hosted import Hosted
@@ -20,8 +17,7 @@ class Round:
 
     `hosted`, `ids` and `raws` stand side by side: sessions, and the id and encoded frame of the
     entry of each that runs. `entries` holds those among them, by place, that say more than a frame.
-    With a `depth` of more than 1, `ids` names so many entries of each session in turn, and `frames`
-    holds their encoded frames `[n, size]`, of one session or another; `raws` is then empty.
+    With a `depth` of more than 1, `ids` and `raws` hold so many entries of each session in turn.
     """
 
     hosted: list[Hosted] = field(default_factory=list)
@@ -29,7 +25,6 @@ class Round:
     raws: list[bytes] = field(default_factory=list)
     entries: dict[int, Entry] = field(default_factory=dict)
     depth: int = 1
-    frames: list[NDArray[np.uint8]] = field(default_factory=list)
     plain: list[tuple[Hosted, Entry]] = field(default_factory=list)
 
     def steps(self, frame: int) -> list[int] | None:

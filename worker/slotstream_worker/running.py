@@ -50,9 +50,9 @@ class Runner:
         """
         if not formed.hosted:
             return Flying(formed, [], np.empty(0), set(), None)
-        if formed.depth > 1:
-            return self._launch_several(formed)
         frames, others = self.reader.frames_of(formed.raws)
+        if formed.depth > 1:
+            return self._launch_several(formed, frames, others)
         if others:
             frames = self._sort_out(formed, frames, others)
         names = [hosted.session for hosted in formed.hosted]
@@ -72,8 +72,7 @@ class Runner:
             return flying  # `outcomes` runs it again, halved until each failure stands alone
         return Flying(formed, names, frames, from_rest, flight)
 
-    def _launch_several(self, formed: Round) -> Flying:
-        frames, others = self.reader.frames_together(formed.frames)
+    def _launch_several(self, formed: Round, frames: Frames, others: Sequence[int]) -> Flying:
         flight, names = None, [hosted.session for hosted in formed.hosted]
         if not others:
             try:

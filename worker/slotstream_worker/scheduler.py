@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import chain
 from time import monotonic
 
 from slotstream_worker.engine.catchup import CatchUp
@@ -160,12 +159,10 @@ class Scheduler:
 
     def put_back(self, formed: Round) -> None:
         """Put a round of several frames back; they run one by one, where each can fail alone."""
-        entries = [
-            [id_, [b"frame", raw.tobytes()]]
-            for id_, raw in zip(formed.ids, chain(*formed.frames), strict=True)
-        ]
         for k, hosted in reversed(list(enumerate(formed.hosted))):
-            hosted.queue.put_back(entries[k * formed.depth : (k + 1) * formed.depth])
+            part = slice(k * formed.depth, (k + 1) * formed.depth)
+            raws = zip(formed.ids[part], formed.raws[part], strict=True)
+            hosted.queue.extendleft(reversed([[id_, [b"frame", raw]] for id_, raw in raws]))
             hosted.in_flight = hosted.even = False
             if not hosted.gone and hosted.runnable and not hosted.listed:
                 hosted.listed = True
@@ -179,7 +176,7 @@ class Scheduler:
         return (
             hosted.suspect
             and hosted.runnable
-            and hosted.queue.count > hosted.unsettled
+            and len(hosted.queue) > hosted.unsettled
             and not hosted.gone
         )
 
@@ -265,10 +262,15 @@ class Scheduler:
         if not chosen:
             return Round()
         formed = Round(depth=depth, hosted=chosen)
+        ids, raws = formed.ids, formed.raws
         for hosted in chosen:
             hosted.listed, hosted.in_flight = False, True
-            hosted.queue.take(depth, formed.ids, formed.frames)
-            if hosted.more and hosted.queue.count <= self._low_water:
+            take = hosted.queue.popleft
+            for _ in range(depth):
+                id_, fields = take()
+                ids.append(id_)
+                raws.append(fields[1])
+            if hosted.more and len(hosted.queue) <= self._low_water:
                 self._low(hosted)
         return formed
 
@@ -279,7 +281,7 @@ class Scheduler:
 
         None where a round of one entry each of the `line` takes less a frame.
         """
-        lengths = sorted((hosted.queue.count for hosted in behind), reverse=True)
+        lengths = sorted((len(hosted.queue) for hosted in behind), reverse=True)
         together = min(line, self.engine.round_rows)
         best, chosen = 1e3 * self.engine.cost_ms(together) / together + _FRAME_US, (0, 0)
         for way in self.engine.catch_up:
@@ -287,12 +289,12 @@ class Scheduler:
                 break
             count = min(way.rows, limit, len(behind))
             # As many as the first in line has, and as the last that the launch takes.
-            depth = min(way.frames, behind[0].queue.count, lengths[count - 1])
+            depth = min(way.frames, len(behind[0].queue), lengths[count - 1])
             us = 1e3 * self.engine.cost_ms(way.rows) / count + _FRAME_US / depth
             if us <= best:
                 best, chosen = us, (count, depth)
         count, depth = chosen
-        return [hosted for hosted in behind if hosted.queue.count >= depth][:count], depth
+        return [hosted for hosted in behind if len(hosted.queue) >= depth][:count], depth
 
     def _in_line(self, hosted: Hosted) -> bool:
         return hosted.runnable and not hosted.gone
@@ -300,7 +302,7 @@ class Scheduler:
     def _is_behind(self, hosted: Hosted) -> bool:
         """Whether several of its entries can run in one launch."""
         return (
-            hosted.queue.count >= _BEHIND
+            len(hosted.queue) >= _BEHIND
             and hosted.even
             and self._in_line(hosted)
             and self.rows.has_state(hosted.session)
@@ -308,11 +310,11 @@ class Scheduler:
 
     def _add(self, formed: Round, hosted: Hosted) -> None:
         """Take the session's oldest entry into a round."""
-        id_, fields = hosted.queue.pop()
+        id_, fields = hosted.queue.popleft()
         hosted.in_flight = True
-        if not hosted.queue.count:
+        if not hosted.queue:
             hosted.even = True
-        if hosted.more and hosted.queue.count <= self._low_water:
+        if hosted.more and len(hosted.queue) <= self._low_water:
             self._low(hosted)
         if len(fields) == 2 and fields[0] == b"frame":
             formed.hosted.append(hosted)

@@ -18,8 +18,9 @@ from slotstream.arguments import Arg
 from slotstream.ids import EntryId
 from slotstream.lines import Line
 from slotstream.names import Keys
-from slotstream_worker.store.reading import StreamsLine
-from slotstream_worker.store.runs import Raw, Read
+
+Raw = list[Any]
+"""An entry as Redis gives it: its id (bytes), and the list of its fields and values in turn."""
 
 _STREAMS_A_READ = 512
 _BYTES_A_READ = 2 * 2**20
@@ -59,7 +60,7 @@ class Inbox:
         self._pinged = False
         self._order_key = keys.order(worker)
         self._asked: tuple[dict[str, bytes], int] | None = None
-        self._came: dict[str, list[Read]] | None = None
+        self._came: dict[str, list[Raw]] | None = None
         self.news = True
         """Whether control, the queue or the order to this worker may have changed."""
         self.changed: set[str] = set()
@@ -117,10 +118,10 @@ class Inbox:
         One read at a time. The streams are watched again from when Redis reads them.
         """
         self.changed.difference_update(positions)
-        self.reader.read(*self._xread(positions, count))
+        self.reader.send(*self._xread(positions, count))
         self._asked = (dict(positions), count)
 
-    def arrived(self, *, readable: bool = False) -> dict[str, list[Read]] | None:
+    def arrived(self, *, readable: bool = False) -> dict[str, list[Raw]] | None:
         """What has come of the read that was asked for; None while it has not come.
 
         Sessions without a new entry are left out, and so is a key that is no stream.
@@ -148,8 +149,7 @@ class Inbox:
             # One key that is no stream would hide all the others.
             for session, position in positions.items():
                 try:
-                    self.reader.read(*self._xread({session: position}, count))
-                    answer = self.reader.receive()
+                    answer = self.reader.call(*self._xread({session: position}, count))
                 except ResponseError as error:
                     if not str(error).startswith("WRONGTYPE"):
                         raise
@@ -157,7 +157,7 @@ class Inbox:
                     came.update(self._parsed(answer))
         self._came = came
 
-    def _parsed(self, answer: Any) -> dict[str, list[Read]]:
+    def _parsed(self, answer: Any) -> dict[str, list[Raw]]:
         skip = len(self._in)
         return {key[skip:].decode(): entries for key, entries in answer or ()}
 
@@ -201,11 +201,11 @@ class Inbox:
         return answers
 
 
-def _tracking(pool: redis.ConnectionPool) -> tuple[Line, StreamsLine]:
+def _tracking(pool: redis.ConnectionPool) -> tuple[Line, Line]:
     """A connection that hears of every change to what the other one has read."""
     heard = Line(pool)
     try:
-        reader = StreamsLine(pool)
+        reader = Line(pool, read_bytes=2**20)
         try:
             listener = heard.call("CLIENT", "ID")
             heard.call("SUBSCRIBE", _CHANNEL)
