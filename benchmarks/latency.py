@@ -4,11 +4,12 @@ The bound is the echo: two writes and two blocking reads, four passages of the k
 The worker does beside it: hear that a stream has changed and read it (a round trip more), a round
 of the engine, a script call; and under load a frame waits for the round before it.
 
-Worker, echo, producer and Redis are processes of their own. Capacity is what the worker answers a
-second of a preloaded backlog with that many sessions, measured first, in this run; the live
-producer then takes its share of the same cores, so a high load may be more than is left (`not
-sustained` says so). Worker and echo get the same schedule in turn. Percentiles are those of one
-repetition each; the figure is the median over repetitions.
+Worker, echo, producer and Redis are processes of their own. Capacity is what they answer a second
+together with that many sessions, each of which sends its next frame when all have been answered,
+measured first, in this run. (A backlog is no measure of it: it runs many frames of a session in one
+launch.) Where a load is more than was left of the cores, `not sustained` says so. Worker and echo
+get the same schedule in turn. Percentiles are those of one repetition each; the figure is the
+median over repetitions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from benchmarks.backlog import Backlog
 from benchmarks.bare import BareStep
-from benchmarks.load import Heard, drive
+from benchmarks.load import Heard, drive, in_turn
 from benchmarks.measure import Figure, Run, Spread, faster
 from benchmarks.model import frames_of, model
 from benchmarks.processes import Process, open_sessions, worker_process
@@ -63,17 +64,22 @@ class _Live:
         return cls(url, Backlog(url, "live", names, frames_of(16)), process)
 
     def capacity(self, repeats: int) -> Figure:
-        """Frames a second of a preloaded backlog; its first filling is not counted."""
-        deep, taken = max(4, 8_000 // len(self.backlog.sessions)), []
-        deep = min(deep, 400)
-        total = deep * len(self.backlog.sessions)
-        for _ in range(repeats + 1):
+        """Frames a second where each session sends its next when all are answered."""
+        keys, names, taken = self.backlog.keys, self.backlog.sessions, []
+        turns = int(np.clip(8_000 // len(names), 8, 800))
+        for _ in range(repeats + 1):  # the first is not counted
+            taken.append(
+                in_turn(
+                    self.url,
+                    [keys.inbox(s) for s in names],
+                    [keys.outbox(s) for s in names],
+                    self.backlog.raw,
+                    turns=turns,
+                    first_id=self.backlog.next_id,
+                )
+            )
+            self.backlog.next_id += turns
             self.backlog.trim()
-            start = time.perf_counter()
-            self.backlog.fill(deep)
-            self.process.wait_until(lambda: self.backlog.replies() >= total, "all were answered")
-            taken.append((time.perf_counter() - start) / total)
-        self.backlog.trim()
         step = BareStep(model(), min(256, max(1, len(self.backlog.sessions))))
         bare = np.asarray([step.thing() for _ in taken[1:]])
         return faster(

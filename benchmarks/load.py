@@ -87,6 +87,19 @@ class _Replies:
         else:
             self._read()
 
+    def wait_for(self, count: int, timeout_s: float) -> None:
+        """Read until so many frames have been answered.
+
+        Raises:
+            RuntimeError: they were not, in time.
+        """
+        ends = time.perf_counter() + timeout_s
+        while count > 0:
+            readable, _, _ = select.select(self.sockets, [], [], ends - time.perf_counter())
+            if not readable:
+                raise RuntimeError(f"{count} frames were not answered within {timeout_s:.0f} s")
+            count -= len(self.take(readable))
+
     @property
     def sockets(self) -> list[Connection]:
         """What to wait on."""
@@ -129,6 +142,35 @@ class _Replies:
         if fields[0] != b"output":
             raise RuntimeError(f"a frame was not answered with an output: {fields!r:.200}")
         return int(id_.partition(b"-")[0]) - self._first
+
+
+def in_turn(
+    url: str,
+    inboxes: Sequence[str],
+    outboxes: Sequence[str],
+    frames: Sequence[bytes],
+    *,
+    turns: int,
+    first_id: int,
+) -> float:
+    """Seconds a frame, where each session sends its next one when all have been answered.
+
+    Nothing piles up, and nobody waits for a clock: the most that sessions can have of which each
+    waits for its reply.
+    """
+    push, replies = Connection(url), _Replies(url, outboxes, first_id)
+    try:
+        start = time.perf_counter()
+        for turn in range(turns):
+            id_, frame = f"{first_id + turn}-0", frames[turn % len(frames)]
+            push.send(b"".join(pack("XADD", key, id_, "frame", frame) for key in inboxes))
+            replies.wait_for(len(inboxes), 30.0)
+            for _ in inboxes:
+                push.receive()
+        return (time.perf_counter() - start) / (turns * len(inboxes))
+    finally:
+        push.close()
+        replies.close()
 
 
 def drive(

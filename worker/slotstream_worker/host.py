@@ -60,7 +60,6 @@ class Host:
         self._hungry: dict[int, dict[str, Hosted]] = {}
         self.low_water = read_ahead // 4
         """Entries that wait of a session when the next are asked for."""
-        self.read_count = read_ahead
         self.scheduler = Scheduler(
             engine,
             self.rows,
@@ -242,11 +241,11 @@ class Host:
                 found[session] = hosted
         return found
 
-    def feed(self, hosted: Hosted, raws: Sequence[Raw]) -> None:
-        """Take in entries read from a session's stream, in its order."""
+    def feed(self, hosted: Hosted, raws: Sequence[Raw], *, more: bool = False) -> None:
+        """Take in entries read from a session's stream, in its order; `more` may be there."""
         hosted.read_to = raws[-1][0]
         hosted.active_at = monotonic()
-        if len(raws) >= self.read_count:
+        if more:
             hosted.more = True
         if hosted.action:
             return

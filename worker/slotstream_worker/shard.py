@@ -19,7 +19,7 @@ from slotstream_worker.metrics import Metrics
 from slotstream_worker.outage import Outage
 from slotstream_worker.publisher import Publisher
 from slotstream_worker.store.commits import raw_id
-from slotstream_worker.store.inbox import Queues, streams_a_read
+from slotstream_worker.store.inbox import Portions, Queues
 from slotstream_worker.store.partition import Partition
 from slotstream_worker.store.table import Position, Row
 from slotstream_worker.sweeping import Sweep
@@ -60,7 +60,9 @@ class Shard:
         self._judged_at = 0.0
         self._rests_until = 0.0
         self._shed_at: dict[str, float] = {}
+        self._portions = Portions(config.read_ahead, host.frames.size)
         self._asked: dict[str, Hosted] = {}
+        self._asked_count = 0
         self._fruitless, self._fruitless_since = 0, 0.0
 
     @property
@@ -287,21 +289,24 @@ class Shard:
         inbox, hungry = self.partition.inbox, self.host.hungry(self.number)
         if not hungry or inbox.asking or self.rests_s:
             return
-        count = self.host.read_count
-        most = streams_a_read(count, self.host.frames.size)
-        if asked := self.host.to_read(self.number, most):
-            self._asked = asked
-            inbox.ask({name: hosted.read_to for name, hosted in asked.items()}, count)
+        if asked := self.host.to_read(self.number, self._portions.streams):
+            self._asked, self._asked_count = asked, self._portions.count
+            positions = {name: hosted.read_to for name, hosted in asked.items()}
+            inbox.ask(positions, self._asked_count)
 
     def _feed(self) -> None:
         """Take in the read that has come."""
         found = self.partition.inbox.arrived(readable=True)
         if found is None:
             return
+        entries = 0
         for session, raws in found.items():
-            hosted = self._asked[session]
+            hosted, count = self._asked[session], len(raws)
+            entries += count
             if not hosted.gone:
-                self.host.feed(hosted, raws)
+                self.host.feed(hosted, raws, more=count >= self._asked_count)
+        if found:
+            self._portions.found(entries, len(found))
         self._asked = {}
         self._fruitful(bool(found))
 

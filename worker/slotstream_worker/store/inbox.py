@@ -24,11 +24,37 @@ Raw = list[Any]
 
 _STREAMS_A_READ = 512
 _BYTES_A_READ = 2 * 2**20
+_LEAST_A_READ = 2
 
 
-def streams_a_read(count: int, entry_bytes: int) -> int:
-    """How many streams one read names: it holds Redis while it copies, for about a millisecond."""
-    return max(1, min(_STREAMS_A_READ, _BYTES_A_READ // (count * max(entry_bytes, 1))))
+class Portions:
+    """How many streams a read names, and how many entries of each it asks for.
+
+    A read holds Redis while it copies, so what it may bring is bounded. Streams of which each has
+    one new entry are read by the hundred, those with a backlog a few at a time: what the reads
+    before found says which it is.
+
+    Args:
+        most: entries of a stream, at most.
+        entry_bytes: about what one takes.
+    """
+
+    def __init__(self, most: int, entry_bytes: int) -> None:
+        self._most, self._entry_bytes = most, max(entry_bytes, 1)
+        self.count = most
+        """Entries to ask for of each stream."""
+
+    @property
+    def streams(self) -> int:
+        """Streams to name."""
+        return max(1, min(_STREAMS_A_READ, _BYTES_A_READ // (self.count * self._entry_bytes)))
+
+    def found(self, entries: int, streams: int) -> None:
+        """Note how many entries a read brought, of so many streams that had any."""
+        if 2 * entries > self.count * streams:
+            self.count = min(4 * self.count, self._most)
+        elif 4 * entries < self.count * streams:
+            self.count = min(max(self.count // 2, _LEAST_A_READ), self._most)
 
 
 CONTROL_A_READ = "64"
