@@ -11,7 +11,7 @@ from serving_models import filters, gru
 from slotstream.arguments import argument
 from slotstream.codec import encode
 from slotstream_worker.answers import AnswerWriter, split
-from slotstream_worker.store.commits import Answer, Batch
+from slotstream_worker.store.commits import Answer, Batch, fence
 
 IDS = {
     "of one length": [b"170000000%04d-0" % k for k in range(12)],
@@ -34,7 +34,10 @@ def test_answers_are_packed_as_one_by_one(make: Any, ids: list[bytes], depth: in
         expected.append(Answer(id_, ("output", raw, "weights", "v1")))
 
     writer = AnswerWriter(model)
-    sessions = writer.outputs(ids, arrays, depth)
+    sessions = writer.runs(ids, arrays, depth)
+    if depth == 1:
+        each = [[(list(named), packed)] for named, packed in writer.outputs(ids, arrays)]
+        assert each == [[(list(named), packed) for named, packed in some] for some in sessions]
     assert len(sessions) == 12 // depth
     assert [a for some in sessions for a in writer.answers(some, "v1")] == expected
     for some in sessions:
@@ -49,7 +52,9 @@ def test_answers_are_packed_as_one_by_one(make: Any, ids: list[bytes], depth: in
     # In a call, they count as that many replies.
     batch = Batch("v1", model.spec.layout)
     for k, some in enumerate(sessions):
-        batch.add_usual(f"s{k}", b"77", b"0", b"0-0", some, b"row" if k == 0 else None)
+        batch.add_usual(
+            f"s{k}", fence(f"s{k}", b"77", b"0"), b"0-0", some, b"row" if k == 0 else None
+        )
     sent = b"".join(batch.args.parts)
     assert batch.args.count == 5 * len(sessions) + 2 * 12 + 1
     assert sent.count(argument(b"%d" % depth)) == len(sessions) - 1

@@ -37,9 +37,9 @@ class AnswerWriter:
         self._templates: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
 
     def outputs(
-        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]], depth: int = 1
-    ) -> list[list[Outputs]]:
-        """The answers of entries that were frames and nothing else, `depth` rows at a time.
+        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]
+    ) -> list[Outputs]:
+        """The answers of entries that were frames and nothing else, one a row.
 
         All rows at once: what is sent of fixed shapes, and of ids of one length, differs only in
         its data.
@@ -47,13 +47,28 @@ class AnswerWriter:
         Args:
             ids: of the entries.
             outputs: arrays `[rows, frame, ...]` by name.
-            depth: how many rows in turn are of one session.
         """
         if len(set(map(len, ids))) == 1:
-            data, step = self._packed(ids, outputs), depth * self._size(len(ids[0]))
+            return split((ids, self._packed(ids, outputs)))
+        places: dict[int, list[int]] = {}
+        for k, id_ in enumerate(ids):
+            places.setdefault(len(id_), []).append(k)
+        found: dict[int, Outputs] = {}
+        for part in places.values():
+            chosen = {name: array[part] for name, array in outputs.items()}
+            found.update(zip(part, self.outputs([ids[k] for k in part], chosen), strict=True))
+        return [found[k] for k in range(len(ids))]
+
+    def runs(
+        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]], depth: int
+    ) -> list[list[Outputs]]:
+        """The same where `depth` rows in turn are of one session: the answers of each."""
+        if len(set(map(len, ids))) == 1:
+            data = self._packed(ids, outputs)
+            step = len(data) * depth // len(ids)
             starts = zip(range(0, len(ids), depth), range(0, len(data), step), strict=True)
             return [[(ids[k : k + depth], data[at : at + step])] for k, at in starts]
-        each = self._each(ids, outputs)
+        each = self.outputs(ids, outputs)
         return [each[k : k + depth] for k in range(0, len(ids), depth)]
 
     def _packed(self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
@@ -72,24 +87,6 @@ class AnswerWriter:
             part = array.reshape(rows, -1).view(np.uint8).reshape(rows, -1)
             block[:, shift + low : shift + high] = part
         return block.tobytes()
-
-    def _each(
-        self, ids: Sequence[bytes], outputs: Mapping[str, np.ndarray[Any, Any]]
-    ) -> list[Outputs]:
-        """The answers one by one, where the ids are of several lengths."""
-        places: dict[int, list[int]] = {}
-        for k, id_ in enumerate(ids):
-            places.setdefault(len(id_), []).append(k)
-        found: dict[int, Outputs] = {}
-        for part in places.values():
-            chosen = {name: array[part] for name, array in outputs.items()}
-            some = [ids[k] for k in part]
-            found.update(zip(part, split((some, self._packed(some, chosen))), strict=True))
-        return [found[k] for k in range(len(ids))]
-
-    def _size(self, length: int) -> int:
-        """Bytes that are sent of an answer whose id has so many."""
-        return len(self._template(length)[0])
 
     def _template(self, length: int) -> tuple[np.ndarray[Any, Any], int]:
         """What is sent of an answer whose id has so many bytes, and where in it the id begins."""

@@ -310,7 +310,7 @@ class Host:
             return
         ids = [formed.ids[k] for k in ran.positions]
         answers = self.writer.outputs(ids, ran.outputs)
-        for row, (k, (answer,)) in enumerate(zip(ran.positions, answers, strict=True)):
+        for row, (k, answer) in enumerate(zip(ran.positions, answers, strict=True)):
             hosted = formed.hosted[k]
             if hosted.gone:
                 continue
@@ -337,7 +337,7 @@ class Host:
             name: array.reshape(len(array) * depth, *array.shape[2:])
             for name, array in ran.outputs.items()
         }
-        answers = self.writer.outputs(formed.ids, outputs, depth)
+        answers = self.writer.runs(formed.ids, outputs, depth)
         for hosted, those in zip(formed.hosted, answers, strict=True):
             if hosted.gone:
                 continue

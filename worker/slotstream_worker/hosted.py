@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from slotstream_worker.store.commits import Answer, Outputs
+from slotstream_worker.store.commits import Answer, Outputs, fence
 from slotstream_worker.store.inbox import Raw
 
 SUSPICIOUS = 2
@@ -23,6 +23,8 @@ class Hosted:
     nothing is published. `more`: its stream may hold entries that have not been read. `usual`: all
     of `answers` are outputs. `even`: all of `queue` are frames, as far as is known. `listed`: it
     stands in the line of those that may run. `gone`: it is not held any more.
+
+    `fence`: what its commits begin with, packed.
 
     `paused`: its reader is behind, and it asked that no reply be lost. `held`: why it cannot run
     here at all; nothing of it is changed, and it goes to another worker when this one drains.
@@ -54,9 +56,13 @@ class Hosted:
     halt: str = ""
     attempts: int = 0
     active_at: float = field(default_factory=monotonic)
+    fence: bytes = field(init=False)
     action: str = ""
     reason: str = ""
     mark: str = ""
+
+    def __post_init__(self) -> None:
+        self.fence = fence(self.session, self.epoch, self.cuts)
 
     @property
     def settled(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any
 
 from redis.exceptions import NoScriptError
 
@@ -36,13 +36,9 @@ from slotstream_worker.store.partition import Partition
 _FULL_CHECK_S = 0.05
 
 
-class Part(NamedTuple):
-    """What a call writes of one session; a `commit` only where it is not the usual."""
-
-    hosted: Hosted
-    answers: list[Outputs | Answer]
-    checkpoint: Checkpoint | None
-    commit: Commit | None
+Part = tuple[Hosted, list[Outputs | Answer], Checkpoint | None, Commit | None]
+"""What a call writes of one session: its answers, its checkpoint, and the commit of both where it
+is not the usual."""
 
 
 @dataclass
@@ -189,8 +185,8 @@ class Publisher:
             if hosted in held:
                 rest[hosted.session] = hosted
                 continue
-            point = saved.get(hosted)
-            if point or _acts(hosted):
+            point = saved.get(hosted) if saved else None
+            if point or hosted.answers or _acts(hosted):
                 sent = calls.get(hosted.weights)
                 if sent is None:
                     sent = calls[hosted.weights] = Sent(Batch(hosted.weights, self._layout))
@@ -210,26 +206,24 @@ class Publisher:
 
         An action comes with all of them.
         """
-        answers, left = hosted.answers, list[Outputs | Answer]()
-        checkpoint = point.checkpoint if point else None
+        answers: list[Any] = hosted.answers
+        hosted.answers = []
+        usual = hosted.usual and not hosted.action
+        if usual and point is None:
+            sent.batch.add_usual(hosted.session, hosted.fence, hosted.base, answers)
+            sent.parts.append((hosted, answers, None, None))
+            return
+        checkpoint, commit = point.checkpoint if point else None, None
         if point and point.answers < len(answers):
-            answers, left = answers[: point.answers], answers[point.answers :]
-        weights = hosted.weights
-        if (
-            hosted.usual
-            and not hosted.action
-            and (checkpoint is None or checkpoint.weights == weights)
-        ):
-            state = checkpoint.state if checkpoint else None
-            outputs = cast("list[Outputs]", answers)
-            fence = (hosted.session, hosted.epoch, hosted.cuts, hosted.base)
-            sent.batch.add_usual(*fence, outputs, state)
-            commit = None
+            answers, hosted.answers = answers[: point.answers], answers[point.answers :]
+        if usual and checkpoint and checkpoint.weights == hosted.weights:
+            state = checkpoint.state
+            sent.batch.add_usual(hosted.session, hosted.fence, hosted.base, answers, state)
         else:
             commit = self._commit(hosted, answers, checkpoint)
             sent.batch.add(commit)
-        sent.parts.append(Part(hosted, answers, checkpoint, commit))
-        hosted.answers, hosted.usual = left, hosted.usual or not left
+        sent.parts.append((hosted, answers, checkpoint, commit))
+        hosted.usual = hosted.usual or not hosted.answers
         if checkpoint:
             self.host.changed_weights(hosted, checkpoint.weights)
 
@@ -254,27 +248,25 @@ class Publisher:
     def _settle(self, partition: Partition, sent: Sent, unusual: dict[int, str]) -> list[Hosted]:
         lost: list[Hosted] = []
         over: list[Hosted] = []
-        replies = errors = saved = saved_bytes = 0
-        for k, part in enumerate(sent.parts):
-            hosted, answers = part.hosted, part.answers
-            if hosted.gone:
-                continue
-            if k in unusual and self._refused(partition, hosted, unusual[k], lost):
+        replies, errors, saved, saved_bytes = sent.batch.replies, 0, 0, 0
+        moved = self.checkpoints.moved
+        for k, (hosted, answers, checkpoint, commit) in enumerate(sent.parts):
+            if hosted.gone or (k in unusual and self._refused(partition, hosted, unusual[k], lost)):
+                replies -= _count(answers)
                 continue
             if answers:
                 hosted.base = _last_id(answers)
-                replies += sum(1 if isinstance(one, Answer) else len(one[0]) for one in answers)
-            if part.commit:
-                errors += sum(answer.is_error for answer in part.commit.answers)
-                if part.commit.action:
+            if commit:
+                errors += sum(answer.is_error for answer in commit.answers)
+                if commit.action:
                     over.append(hosted)
                     continue
-            if part.checkpoint:
+            if checkpoint:
                 self.checkpoints.written(hosted)
                 saved += 1
-                saved_bytes += len(part.checkpoint.state)
+                saved_bytes += len(checkpoint.state)
             elif answers:
-                self.checkpoints.moved(hosted)
+                moved(hosted)
         self.published += replies
         self.metrics.replies.inc(replies)
         self.metrics.errors.inc(errors)
@@ -312,6 +304,11 @@ class Publisher:
 def _acts(hosted: Hosted) -> bool:
     """Whether there is something to commit of the session now."""
     return bool(hosted.answers) or (bool(hosted.action) and not hosted.in_flight)
+
+
+def _count(answers: Sequence[Outputs | Answer]) -> int:
+    """How many replies the answers are."""
+    return sum(1 if isinstance(one, Answer) else len(one[0]) for one in answers)
 
 
 def _last_id(answers: Sequence[Outputs | Answer]) -> bytes:

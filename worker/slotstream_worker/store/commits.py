@@ -109,8 +109,13 @@ class Commit:
         )
 
 
-_USUAL = b"$%d\r\n%b\r\n" * 5
-"""Five arguments of a command."""
+_BASE_AND_COUNT = b"$%d\r\n%b\r\n" * 2
+_FENCE_ARGS, _USUAL_ARGS = 3, 5
+
+
+def fence(session: str, epoch: bytes, cuts: bytes) -> bytes:
+    """What a commit of a session begins with, packed; the same for as long as it is held."""
+    return argument(session.encode()) + argument(epoch) + argument(cuts)
 
 
 class Batch:
@@ -125,22 +130,23 @@ class Batch:
         self.weights, self.layout = weights, layout
         self.args = Arguments()
         self.sessions: list[str] = []
-        self._nbytes = self._replies = 0
+        self.replies = 0
+        """How many replies it holds."""
+        self._nbytes = 0
 
     @property
     def full(self) -> bool:
         """Whether another session's commit belongs in another call."""
         return (
             len(self.sessions) >= SESSIONS_A_CALL
-            or self._replies >= REPLIES_A_CALL
+            or self.replies >= REPLIES_A_CALL
             or self._nbytes >= BYTES_A_CALL
         )
 
     def add_usual(
         self,
         session: str,
-        epoch: bytes,
-        cuts: bytes,
+        fence: bytes,
         base: bytes,
         outputs: Sequence[Outputs],
         state: bytes | None = None,
@@ -149,29 +155,22 @@ class Batch:
 
         Args:
             session: the session.
-            epoch: under which it is owned.
-            cuts: how many of its entries have been cancelled.
+            fence: its `fence`: under which epoch it is owned, how many entries were cancelled.
             base: id of the last entry that Redis holds the answer of.
             outputs: of the entries after that one; none only where there is a state.
             state: a checkpoint of the batch's own weights and layout.
         """
         self.sessions.append(session)
-        name = session.encode()
-        replies = sum([len(ids) for ids, _ in outputs])
+        replies, packed = 0, []
+        for ids, some in outputs:
+            replies += len(ids)
+            self._nbytes += len(some)
+            packed.append(some)
         count = b"%d" % replies if state is None else b"+%d" % replies
-        parts = self.args.parts
-        parts.append(
-            _USUAL
-            % (
-                *(len(name), name, len(epoch), epoch, len(cuts), cuts),
-                *(len(base), base, len(count), count),
-            )
-        )
-        for _, packed in outputs:
-            parts.append(packed)
-            self._nbytes += len(packed)
-        self.args.count += 5 + 2 * replies
-        self._replies += replies
+        args = self.args
+        args.parts += (fence, _BASE_AND_COUNT % (len(base), base, len(count), count), *packed)
+        args.count += _USUAL_ARGS + 2 * replies
+        self.replies += replies
         if state is not None:
             self.args.add(state)
             self._nbytes += len(state)
@@ -179,15 +178,17 @@ class Batch:
     def add(self, commit: Commit) -> None:
         """Add any commit."""
         session, saved = commit.session, commit.checkpoint
-        fence = (session, commit.epoch, commit.cuts, raw_id(commit.base))
+        fenced, base = fence(session, commit.epoch, commit.cuts), raw_id(commit.base)
         outputs = commit.usual(self.weights, self.layout)
         if outputs is not None:
-            self.add_usual(*fence, outputs, saved.state if saved else None)
+            self.add_usual(session, fenced, base, outputs, saved.state if saved else None)
             return
         self.sessions.append(session)
-        self.args.add(*fence, "*", *commit.args())
+        self.args.parts.append(fenced)
+        self.args.count += _FENCE_ARGS
+        self.args.add(base, "*", *commit.args())
         self._nbytes += commit.nbytes
-        self._replies += len(commit.answers)
+        self.replies += len(commit.answers)
 
     def results(self, answer: Sequence[Any]) -> dict[int, str]:
         """What became of the commits that are not simply `ok`, by their place in the batch."""
