@@ -107,6 +107,13 @@ class Checkpoints:
         return self.config.sweep_s
 
     @property
+    def due(self) -> bool:
+        """Whether there is any checkpoint to look after now."""
+        if self._reading or self.host.residents.changing(self._partition):
+            return True
+        return self.oldest_s > self.config.checkpoint_interval_s
+
+    @property
     def came(self) -> bool:
         """Whether rows that were asked for have come."""
         return self._reading is not None and self._reading.rows.ready

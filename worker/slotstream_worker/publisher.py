@@ -103,7 +103,7 @@ class Publisher:
                 self._again.clear()
                 self._send(partition)
             return
-        if self._compose(everything=False):
+        if (self._acting or self.checkpoints.due) and self._compose(everything=False):
             self._send(partition)
 
     def take_answers(
