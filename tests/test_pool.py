@@ -295,6 +295,45 @@ def test_committed_rows_hold_state_and_every_other_row_is_untouched() -> None:
     assert new.keys() == {"e", "a", "f"}
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_committed_is_there_for_whatever_comes_next_told_to_the_device_or_not(
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    prompt, late = Pool(SMALL, 6), Pool(SMALL, 6)
+    for step in range(60):
+        held = sorted(prompt.sessions)
+        act = str(rng.choice(["admit", "run", "run", "run", "release", "reset", "fork", "write"]))
+        some = [str(s) for s in rng.permutation(held)[: rng.integers(1, 4)]]
+        other = f"s{rng.integers(8)}"
+        seen = []
+        for pool in (prompt, late):
+            if act == "admit":
+                pool.admit([other])
+            elif act == "run" and some:
+                plan = pool.plan(some, rows=4)
+                if step % 7 == 0:  # what it was planned on has gone meanwhile
+                    pool.reset(some[0])
+                pool.commit([(plan, list(map(jnp.asarray, random_rows(SMALL, 4, seed=step))))])
+            elif act == "release" and some:
+                pool.release(some)
+            elif act == "reset" and some:
+                pool.reset(some[0])
+            elif act == "fork" and some and (pool.free or other in pool):
+                pool.fork(some[0], other)
+            elif act == "write" and some:
+                pool.write(dict(zip(some, packed(SMALL, len(some), seed=step), strict=True)))
+            if pool is prompt:
+                pool.settle()
+            if rng.random() < 0.1:
+                seen.append(pool.read(sorted(pool.sessions)))
+        assert len(seen) < 2 or seen[0] == seen[1]
+    assert (prompt.sessions, prompt.fresh) == (late.sessions, late.fresh)
+    assert on_device(prompt) == on_device(late)
+    held = sorted(late.sessions)
+    assert prompt.read(held) == late.read(held)
+
+
 def test_padding_reaches_no_session() -> None:
     pool = Pool(SMALL, 2)
     pool.admit(["a", "b"])

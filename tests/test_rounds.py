@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from conftest import streams_of, wait_until
-from serving_models import served
+from serving_models import direct, served
 from slotstream import Client
 from slotstream_worker.config import WorkerConfig
 from slotstream_worker.engine import catchup
 from slotstream_worker.engine.catchup import CatchUp
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.store.inbox import Portions
 from slotstream_worker.worker import Worker
 
 
@@ -150,3 +151,63 @@ def test_a_frame_that_is_none_in_the_middle_of_a_backlog_is_answered_alone(redis
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(ValueError, match="0 or more"):
         WorkerConfig(**settings)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_read_names_many_streams_of_few_entries_and_few_of_many(seed: int):
+    rng = np.random.default_rng(seed)
+    entry = int(rng.choice([0, 100, 1616, 300_000, 5_000_000]))
+    portions = Portions(16, entry)
+
+    def read(waiting: int) -> tuple[int, int]:
+        """Read streams of each of which so many entries wait."""
+        streams, count = portions.streams, portions.count
+        assert 1 <= count <= 16
+        assert 1 <= streams <= 512
+        assert streams == 1 or streams * count * entry <= 2 * 2**20
+        portions.found(streams * min(waiting, count), streams)
+        return streams, count
+
+    assert portions.count == 16, "a backlog is read at once"
+    for _ in range(6):
+        read(1)
+    streams, count = read(1)
+    assert count == 2
+    assert streams == (max(1, min(512, 2**20 // entry)) if entry else 512)
+    for _ in range(3):
+        read(100)
+    assert portions.count == 16
+    for _ in range(200):
+        read(int(rng.integers(1, 20)))
+
+
+def test_a_backlog_after_quiet_times_is_answered_whole_and_in_order(redis_url, model):
+    streams = streams_of(5, 60, model.frame_shape, seed=11)
+    config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8)
+    worker = Worker(config, model)
+    worker.prepare()
+    with Client(redis_url, window=64) as client:
+        sessions = client.open_many(list(streams))
+        answered = lambda n: worker.turn() or counted_of(worker) == n  # noqa: E731
+        for k in range(10):
+            for session in sessions:
+                session.push(streams[session.id][k])
+            wait_until(lambda k=k: answered(5 * (k + 1)), 20, "one frame of each")
+        (shard,) = worker.shards
+        assert shard._portions.count == 2
+        for session in sessions:
+            session.push_many(streams[session.id][10:])
+        wait_until(lambda: answered(300), 60, "the backlog too")
+        assert shard._portions.count > 2
+        replies = {s.id: [r.output for r in s.replies(10)] for s in sessions}
+    worker.drain()
+    worker.close()
+    for name, stream in streams.items():
+        expected = direct(model, stream.reshape(-1, *model.sample_shape))
+        for key, array in expected.items():
+            found = np.concatenate([reply[key] for reply in replies[name]])
+            np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-6)
+
+
+def counted_of(worker: Worker) -> float:
+    return worker.metrics.replies._value.get()

@@ -53,7 +53,7 @@ class Portions:
         """Note how many entries a read brought, of so many streams that had any."""
         if 2 * entries > self.count * streams:
             self.count = min(4 * self.count, self._most)
-        elif 4 * entries < self.count * streams:
+        elif 4 * entries <= self.count * streams:
             self.count = min(max(self.count // 2, _LEAST_A_READ), self._most)
 
 
