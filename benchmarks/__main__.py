@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "server": "benchmarks.server",
     "worker": "benchmarks.worker",
     "latency": "benchmarks.latency",
+    "waiting": "benchmarks.waiting",
     "growth": "benchmarks.growth",
     "payload": "benchmarks.growth",
     "idle": "benchmarks.idle",

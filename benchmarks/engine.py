@@ -15,12 +15,13 @@ import numpy as np
 
 from benchmarks import bare
 from benchmarks.measure import Figure, Run, clock, dearer, faster
-from benchmarks.model import frames_of, model
+from benchmarks.model import FRAME, frames_of, model
 from benchmarks.report import sessions_of
 from slotstream_worker.engine.engine import Engine
 
 SESSIONS = (1, 16, 64, 256, 1024, 4096, 16_384)
 SHARES = ((1.0, "all active"), (0.1, "10 % active"), (0.01, "1 % active"))
+_BACKLOG_FROM = 256
 DRAWS = 8
 """Rounds rotate through so many random choices of who is active."""
 
@@ -58,6 +59,18 @@ def rounds(engine: Engine, sessions: int, active: int) -> Callable[[], None]:
     return act
 
 
+def backlog(engine: Engine, sessions: int) -> tuple[Callable[[], None], int]:
+    """A round of several frames of each of some sessions, as a backlog is run; and its frames."""
+    way = max((w for w in engine.catch_up if w.rows <= sessions), key=lambda way: way.rows)
+    parts = cycle([list(range(start, start + way.rows)) for start in range(0, sessions, way.rows)])
+    frames = frames_of(way.rows * way.frames).reshape(way.rows, way.frames, FRAME, -1)
+
+    def act() -> None:
+        engine.finish(engine.begin_far(next(parts), frames))
+
+    return act, way.rows * way.frames
+
+
 def engine(run: Run) -> Iterator[Figure]:
     """Whole rounds against the bare step, over sessions and over the share that is active."""
     step = bare.best(run, model())
@@ -67,7 +80,18 @@ def engine(run: Run) -> Iterator[Figure]:
         for share, name in SHARES:
             if active := active_of(sessions, share):
                 things[name] = clock(rounds(held, sessions, active), active)
+        if any(way.rows <= sessions for way in held.catch_up) and sessions >= _BACKLOG_FROM:
+            things["backlog"] = clock(*backlog(held, sessions))
         times = run.alternate(f"engine, {sessions_of(sessions)}", things)
+        if "backlog" in times:
+            yield faster(
+                times,
+                "backlog",
+                "bare",
+                key=f"engine.{sessions}.backlog",
+                a=f"rounds of several frames each, {sessions_of(sessions)}",
+                b=f"bare step of {step.rows} rows",
+            ).at("engine", "a backlog", sessions)
         for share, name in SHARES:
             if name in times:
                 yield faster(

@@ -38,7 +38,7 @@ def latency(run: Run) -> Iterator[Figure]:
     """p50, p99 and p99.9 over sessions and over load."""
     for sessions in run.pick(SESSIONS, (1, 100)):
         with EmbeddedRedis() as redis, worker_process(redis.url, "live", slots=sessions) as process:
-            live = _Live.start(redis.url, process, sessions)
+            live = Live.start(redis.url, process, sessions)
             capacity = live.capacity(run.pick(5, 2))
             yield capacity
             rate_hz = 1e6 / (capacity.a_value or 1.0)
@@ -50,7 +50,7 @@ def latency(run: Run) -> Iterator[Figure]:
 
 
 @dataclass
-class _Live:
+class Live:
     """A worker's process with its sessions, and an echo's two streams, driven alike."""
 
     url: str
@@ -58,7 +58,7 @@ class _Live:
     process: Process
 
     @classmethod
-    def start(cls, url: str, process: Process, sessions: int) -> _Live:
+    def start(cls, url: str, process: Process, sessions: int) -> Live:
         names = [f"s{k}" for k in range(sessions)]
         open_sessions(process, url, "live", names)
         return cls(url, Backlog(url, "live", names, frames_of(16)), process)
@@ -136,7 +136,7 @@ class _Live:
         self.backlog.trim()
 
 
-def _at(run: Run, live: _Live, load: int, rate_hz: float) -> Iterator[Figure]:
+def _at(run: Run, live: Live, load: int, rate_hz: float) -> Iterator[Figure]:
     """Figures at one number of sessions and one load."""
     sessions = len(live.backlog.sessions)
     warm_s = run.pick(1.0, 0.3)
