@@ -5,7 +5,7 @@ The worker does beside it: hear that a stream has changed and read it (a round t
 of the engine, a script call; and under load a frame waits for the round before it.
 
 Worker, echo, producer and Redis are processes of their own. Capacity is what they answer a second
-together with that many sessions, each of which sends its next frame when all have been answered,
+together with that many sessions, each of which sends its next frame when its last is answered,
 measured first, in this run. (A backlog is no measure of it: it runs many frames of a session in one
 launch.) Where a load is more than was left of the cores, `not sustained` says so. Worker and echo
 get the same schedule in turn. Percentiles are those of one repetition each; the figure is the
@@ -64,7 +64,7 @@ class Live:
         return cls(url, Backlog(url, "live", names, frames_of(16)), process)
 
     def capacity(self, repeats: int) -> Figure:
-        """Frames a second where each session sends its next when all are answered."""
+        """Frames a second where each session sends its next one when its last is answered."""
         keys, names, taken = self.backlog.keys, self.backlog.sessions, []
         turns = int(np.clip(8_000 // len(names), 8, 800))
         for _ in range(repeats + 1):  # the first is not counted
@@ -78,7 +78,7 @@ class Live:
                     first_id=self.backlog.next_id,
                 )
             )
-            self.backlog.next_id += turns
+            self.backlog.next_id += turns * len(names)
             self.backlog.trim()
         step = BareStep(model(), min(256, max(1, len(self.backlog.sessions))))
         bare = np.asarray([step.thing() for _ in taken[1:]])

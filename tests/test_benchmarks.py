@@ -14,7 +14,7 @@ from benchmarks.backlog import Backlog
 from benchmarks.bound import WireBound
 from benchmarks.compare import word
 from benchmarks.gpu import main as gpu_main
-from benchmarks.load import drive, schedule
+from benchmarks.load import drive, in_turn, schedule
 from benchmarks.measure import Figure, Run, Spread, dearer, faster
 from benchmarks.processes import Process
 from benchmarks.report import Report
@@ -171,6 +171,21 @@ def test_the_driver_counts_a_frame_from_when_it_was_due(
     )
     assert silent.answered == 0.0
     assert np.isinf(silent.latency_ms).all()
+
+
+def test_live_sessions_send_their_next_frame_when_the_last_is_answered(
+    redis_url: str, backlog: Backlog
+) -> None:
+    with Process("benchmarks.echo", redis_url, "in", "{bench:0}:out:echo"):
+        wait_until(lambda: backlog.connection.call("EXISTS", "{bench:0}:out:echo"), 20, "an echo")
+        outboxes = ["{bench:0}:out:echo", "{bench:0}:out:silent"]
+        # Three sessions that share an echo's streams, fifty frames each.
+        seconds = in_turn(redis_url, ["in"] * 3, outboxes, backlog.raw, turns=50, first_id=11)
+        assert 0 < seconds < 1
+        replies = backlog.connection.call("XRANGE", "{bench:0}:out:echo", "11", "+")
+        assert [id_ for id_, _ in replies] == [b"%d-0" % n for n in range(11, 161)]
+        with pytest.raises(RuntimeError, match="equal or smaller"):
+            in_turn(redis_url, ["in"], outboxes, backlog.raw, turns=1, first_id=11)
 
 
 def test_the_gpu_script_refuses_a_machine_without_one(tmp_path: Path) -> None:

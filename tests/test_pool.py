@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slotstream_worker.engine import pool as pool_module
 from slotstream_worker.engine.errors import PoolFull, StalePlan
 from slotstream_worker.engine.pool import Plan, Pool
 from slotstream_worker.engine.state import Leaf, StateSpec
@@ -306,7 +307,7 @@ def test_what_is_committed_is_there_for_whatever_comes_next_told_to_the_device_o
         act = str(rng.choice(["admit", "run", "run", "run", "release", "reset", "fork", "write"]))
         some = [str(s) for s in rng.permutation(held)[: rng.integers(1, 4)]]
         other = f"s{rng.integers(8)}"
-        seen = []
+        seen, looks = [], rng.random() < 0.15
         for pool in (prompt, late):
             if act == "admit":
                 pool.admit([other])
@@ -325,13 +326,30 @@ def test_what_is_committed_is_there_for_whatever_comes_next_told_to_the_device_o
                 pool.write(dict(zip(some, packed(SMALL, len(some), seed=step), strict=True)))
             if pool is prompt:
                 pool.settle()
-            if rng.random() < 0.1:
+            if looks:
                 seen.append(pool.read(sorted(pool.sessions)))
-        assert len(seen) < 2 or seen[0] == seen[1]
+        assert seen[:1] == seen[1:]
     assert (prompt.sessions, prompt.fresh) == (late.sessions, late.fresh)
     assert on_device(prompt) == on_device(late)
     held = sorted(late.sessions)
     assert prompt.read(held) == late.read(held)
+
+
+def test_what_could_not_be_written_is_still_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(SMALL, 4)
+    pool.admit("ab")
+    expected = run(pool, ["a"], seed=1) | run(pool, ["b"], seed=2)
+    scatter, failures = pool_module._scatter, ["full"]
+
+    def full_once(*args: Any) -> Any:
+        if failures:
+            raise MemoryError(failures.pop())
+        return scatter(*args)
+
+    monkeypatch.setattr(pool_module, "_scatter", full_once)
+    with pytest.raises(MemoryError):
+        pool.read(["a", "b"])
+    assert pool.read(["a", "b"]) == [expected["a"], expected["b"]]
 
 
 def test_padding_reaches_no_session() -> None:

@@ -568,3 +568,17 @@ def test_a_model_of_one_array_gives_one_array(fragile_server: StreamServer) -> N
     fragile_server.run()
     assert isinstance(future.result(timeout=0), np.ndarray)
     assert not shared().model.single
+
+
+def test_a_server_keeps_no_rows_beside_its_own(server):
+    frames = np.random.default_rng(3).normal(size=(2, SLOTS, FRAME, WIDTH)).astype(np.float32)
+    sessions = []
+    for frame in frames[0]:  # each step runs a first frame, which reads no row
+        sessions.append(server.open())
+        server.submit(sessions[-1], frame)
+        server.step()
+        assert not server.engine.pool._late
+    for session, frame in zip(sessions, frames[1], strict=True):
+        server.submit(session, frame)
+    server.run()
+    assert not server.engine.pool._late

@@ -130,7 +130,7 @@ class Pool:
             raise ValueError(f"a pool has at least one slot, got {slots}")
         self.spec, self.slots, self.sink, self.rest = spec, slots, slots, rest
         self._arrays: Rows = spec.zeros(slots + 1)
-        self._late: list[tuple[NDArray[np.int32], Rows]] = []  # committed, and not written yet
+        self._late: deque[tuple[NDArray[np.int32], Rows]] = deque()  # committed, not written yet
         self._held: dict[Session, int] = {}
         self._free = deque(range(slots))
         # By slot, the sink's last, so that a whole round is looked up at once. `_has_state` is
@@ -314,10 +314,10 @@ class Pool:
 
     def settle(self) -> None:
         """Have the device write the rows that are committed."""
-        if self._late:
-            late, self._late = self._late, []
-            for target, rows in late:
-                self._arrays = _scatter(self._arrays, target, rows)
+        while self._late:
+            target, rows = self._late[0]
+            self._arrays = _scatter(self._arrays, target, rows)
+            self._late.popleft()  # only now: what could not be written is still to be
 
     def _stale(self, plan: Plan) -> NDArray[np.bool_]:
         """Rows of a plan whose slot has been given up or changed since it was made."""

@@ -241,6 +241,7 @@ class StreamServer:
             raise
         for some, rows in results:
             self._futures.resolve(some, rows)
+        self.engine.pool.settle()
         return len(sessions)
 
     def _rows(self, outputs: Mapping[str, np.ndarray[Any, Any]]) -> list[Any]:
