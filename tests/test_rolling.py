@@ -61,7 +61,7 @@ def test_a_rolling_restart_loses_nothing_and_each_session_waits_for_its_own_hand
         assert ids == sorted(ids)
         assert not any(reply.error for reply in results[name])
     waits = [reply.latency_s for replies in results.values() for reply in replies]
-    p50, p99, longest = np.percentile(waits, [50, 99, 100])
+    p50, p99, longest = map(float, np.percentile(waits, [50, 99, 100]))
     record_property("latency_s", (p50, p99, longest))
     print(f"push to reply: p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms, longest {longest:.2f} s")
     assert longest < 5.0  # half a lease: nobody waited for a death to be noticed
