@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from slotstream import Client
 from slotstream.ids import EntryId
 from slotstream.names import Keys
 from slotstream_worker.engine.engine import Engine
+from slotstream_worker.engine.rows import RowsReading
 
 KEYS = Keys("slotstream")
 FRAMES = 400
@@ -38,12 +40,20 @@ def states(model):
     return streams, after
 
 
-@pytest.mark.parametrize("trickle", [False, True])
+@pytest.mark.parametrize("how", ["backlog", "trickle", "slow reads"])
 def test_every_row_that_is_ever_seen_is_the_state_at_its_cursor(
-    redis_url, thread_worker, model, states, trickle
+    redis_url, thread_worker, model, states, how, monkeypatch
 ):
-    """A backlog runs several frames a launch; a trickle one at a time. Checkpoints all along."""
+    """A backlog runs several frames a launch; a trickle one at a time. Checkpoints all along.
+
+    Where a row takes long to come off the device, its session is answered more meanwhile.
+    """
     streams, after = states
+    if how == "slow reads":
+        rng = random.Random(5)
+        ready = RowsReading.ready.fget
+        slow = property(lambda reading: rng.random() < 0.1 and ready(reading))
+        monkeypatch.setattr(RowsReading, "ready", slow)
     worker = thread_worker(model, slots=8, checkpoint_interval_s=0.02, sweep_s=0.3)
     seen: dict[str, set[int]] = {name: set() for name in streams}
     with Client(redis_url) as client:
@@ -67,7 +77,7 @@ def test_every_row_that_is_ever_seen_is_the_state_at_its_cursor(
                     pipe.execute_command("XADD", one.inbox, f"{k + 1}-0", "frame", frame)
             pipe.execute()
             look()
-            if trickle:
+            if how != "backlog":
                 time.sleep(0.03)
         wait_until(lambda: look() > FRAMES, 60, "all are answered")
         wait_until(lambda: look() and all(FRAMES in done for done in seen.values()), 20, "saved")
