@@ -183,8 +183,15 @@ def test_a_read_names_many_streams_of_few_entries_and_few_of_many(seed: int):
 
 def test_a_backlog_after_quiet_times_is_answered_whole_and_in_order(redis_url, model):
     streams = streams_of(5, 60, model.frame_shape, seed=11)
-    # No sweep finds what a read has left behind.
-    config = WorkerConfig(redis=redis_url, slots=8, row_counts=(4,), max_sessions=8, sweep_s=600.0)
+    # No sweep finds what a read has left behind, and no trim of a stream tells of it.
+    config = WorkerConfig(
+        redis=redis_url,
+        slots=8,
+        row_counts=(4,),
+        max_sessions=8,
+        sweep_s=600.0,
+        checkpoint_interval_s=600.0,
+    )
     worker = Worker(config, model)
     worker.prepare()
     with Client(redis_url, window=64) as client:
