@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import Run, clock
+from benchmarks.measure import Figure, Run, Times, clock, faster
 from slotstream_worker import StreamModel
 from slotstream_worker.engine.model import random_frames
 
@@ -36,6 +36,14 @@ class BareStep:
     def thing(self) -> Callable[[], float]:
         """Measures seconds a row."""
         return clock(self.run, self.rows)
+
+
+def against(
+    times: Times, name: str, step: BareStep, *, key: str, a: str, series: str, sessions: int
+) -> Figure:
+    """How fast the thing `name` is beside the bare step, which is called `bare`."""
+    found = faster(times, name, "bare", key=key, a=a, b=f"bare step of {step.rows} rows")
+    return found.at("engine", series, sessions)
 
 
 def best(run: Run, model: StreamModel, row_counts: Sequence[int] = ()) -> BareStep:

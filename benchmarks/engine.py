@@ -14,7 +14,7 @@ from itertools import cycle
 import numpy as np
 
 from benchmarks import bare
-from benchmarks.measure import Figure, Run, clock, dearer, faster
+from benchmarks.measure import Figure, Run, clock, dearer
 from benchmarks.model import FRAME, frames_of, model
 from benchmarks.report import sessions_of
 from slotstream_worker.engine.engine import Engine
@@ -84,24 +84,26 @@ def engine(run: Run) -> Iterator[Figure]:
             things["backlog"] = clock(*backlog(held, sessions))
         times = run.alternate(f"engine, {sessions_of(sessions)}", things)
         if "backlog" in times:
-            yield faster(
+            yield bare.against(
                 times,
                 "backlog",
-                "bare",
+                step,
                 key=f"engine.{sessions}.backlog",
                 a=f"rounds of several frames each, {sessions_of(sessions)}",
-                b=f"bare step of {step.rows} rows",
-            ).at("engine", "a backlog", sessions)
+                series="a backlog",
+                sessions=sessions,
+            )
         for share, name in SHARES:
             if name in times:
-                yield faster(
+                yield bare.against(
                     times,
                     name,
-                    "bare",
+                    step,
                     key=f"engine.{sessions}.{share:g}",
                     a=f"round of {sessions:,}, {name}",
-                    b=f"bare step of {step.rows} rows",
-                ).at("engine", name, sessions)
+                    series=name,
+                    sessions=sessions,
+                )
 
 
 def occupancy(run: Run) -> Iterator[Figure]:

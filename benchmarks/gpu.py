@@ -28,7 +28,7 @@ from benchmarks.__main__ import FILE, RESULTS, collect, finish, wide_console
 from benchmarks.backlog import Backlog
 from benchmarks.engine import rounds, served
 from benchmarks.load import Heard, drive
-from benchmarks.measure import Figure, Run, Spread, clock, faster
+from benchmarks.measure import Figure, Run, Spread, clock
 from benchmarks.model import frames_of, model
 from benchmarks.processes import open_sessions, worker_process
 from benchmarks.report import sessions_of
@@ -46,14 +46,15 @@ def engine_on_device(run: Run) -> Iterator[Figure]:
     for slots in run.pick(SLOTS, (16, 64)):
         things = {"bare": step.thing, "rounds": clock(rounds(served(slots), slots, slots), slots)}
         times = run.alternate(f"engine, {slots:,} slots", things)
-        yield faster(
+        yield bare.against(
             times,
             "rounds",
-            "bare",
+            step,
             key=f"gpu.engine.{slots}",
             a=f"round of {slots:,}, all active",
-            b=f"bare step of {step.rows} rows",
-        ).at("engine", "all active", slots)
+            series="all active",
+            sessions=slots,
+        )
 
 
 def real_time(run: Run) -> Iterator[Figure]:

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.backlog import Backlog
 from benchmarks.bare import BareStep
 from benchmarks.load import Heard, drive, in_turn
-from benchmarks.measure import Figure, Run, Spread, faster
+from benchmarks.measure import Figure, Run, Spread, faster, larger
 from benchmarks.model import frames_of, model
 from benchmarks.processes import Process, open_sessions, worker_process
 from benchmarks.report import counted, sessions_of
@@ -167,18 +167,15 @@ def _at(run: Run, live: Live, load: int, rate_hz: float) -> Iterator[Figure]:
         mine, echo = at["worker"][p], at["echo"][p]
         if p == 99.9 and rate_hz * (seconds - warm_s) < 2000:
             continue  # fewer than two frames would decide it
-        yield Figure(
-            f"latency.{sessions}.{load}.p{p:g}",
-            f"push to reply p{p:g}, {sessions_of(sessions)} at {load} % ({rate_hz:,.0f}/s)",
-            "echo",
-            Spread.of(mine / echo),
-            better="less",
-            a_value=float(np.median(mine)),
-            b_value=float(np.median(echo)),
+        yield larger(
+            mine,
+            echo,
+            key=f"latency.{sessions}.{load}.p{p:g}",
+            a=f"push to reply p{p:g}, {sessions_of(sessions)} at {load} % ({rate_hz:,.0f}/s)",
+            b="echo",
             of="ms",
             note=note if p == 99.0 else "",
-            **_place(p, sessions, load),
-        )
+        ).at(f"latency {sessions_of(sessions)}", f"p{p:g}", float(load))
     if sessions == 1:
         step = BareStep(model(), 1)
         step_ms = [1e3 * step.thing() for _ in range(repeats)]
@@ -191,14 +188,12 @@ def _at(run: Run, live: Live, load: int, rate_hz: float) -> Iterator[Figure]:
             better="less",
         )
     if load == 50:
-        yield Figure(
-            f"latency.{sessions}.{load}.tail",
-            f"p99 of {sessions_of(sessions)} at {load} %",
-            "its p50",
-            Spread.of(at["worker"][99.0] / at["worker"][50.0]),
-            better="less",
-            a_value=float(np.median(at["worker"][99.0])),
-            b_value=float(np.median(at["worker"][50.0])),
+        yield larger(
+            at["worker"][99.0],
+            at["worker"][50.0],
+            key=f"latency.{sessions}.{load}.tail",
+            a=f"p99 of {sessions_of(sessions)} at {load} %",
+            b="its p50",
             of="ms",
         )
 
@@ -206,7 +201,3 @@ def _at(run: Run, live: Live, load: int, rate_hz: float) -> Iterator[Figure]:
 def _percentile(heard: Heard, p: float) -> float:
     """A percentile that may be infinite: one of the values, no mean of two."""
     return float(np.percentile(heard.latency_ms, p, method="higher"))
-
-
-def _place(p: float, sessions: int, load: int) -> dict[str, object]:
-    return {"panel": f"latency {sessions_of(sessions)}", "series": f"p{p:g}", "x": float(load)}

@@ -105,6 +105,21 @@ def dearer(times: Times, of: str, than: str, *, key: str, a: str, b: str) -> Fig
     )
 
 
+def larger(
+    mine: np.ndarray[Any, Any],
+    theirs: np.ndarray[Any, Any],
+    *,
+    key: str,
+    a: str,
+    b: str,
+    of: str,
+    note: str = "",
+) -> Figure:
+    """How many times as large `mine` is as `theirs`, in a unit `of` their own; less is better."""
+    sides = {"a_value": float(np.median(mine)), "b_value": float(np.median(theirs)), "of": of}
+    return Figure(key, a, b, Spread.of(mine / theirs), **sides, better="less", note=note)
+
+
 def _sides(times: Times, of: str, than: str) -> dict[str, Any]:
     return {
         "a_value": 1e6 * float(np.median(times[of])),

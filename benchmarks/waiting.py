@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.latency import Live
-from benchmarks.measure import Figure, Run, Spread
+from benchmarks.measure import Figure, Run, larger
 from benchmarks.processes import cpu_s, why_no_proc, worker_process
 from benchmarks.report import sessions_of
 from slotstream.embedded import EmbeddedRedis
@@ -64,14 +64,12 @@ def _at(run: Run, lives: dict[int, Live], load: int, rate_hz: float) -> Iterator
         for wait_ms in WAITS_MS:
             mine = np.asarray([one[k] for one in seen[wait_ms]])
             named = "processor time" if what == "cpu" else f"push to reply {what}"
-            yield Figure(
-                f"waiting.{wait_ms}.{load}.{what}",
-                f"{named}, rounds waiting {wait_ms} ms, {sessions_of(SESSIONS)} at {load} % "
+            yield larger(
+                mine,
+                greedy,
+                key=f"waiting.{wait_ms}.{load}.{what}",
+                a=f"{named}, rounds waiting {wait_ms} ms, {sessions_of(SESSIONS)} at {load} % "
                 f"({rate_hz:,.0f}/s)",
-                "greedy",
-                Spread.of(mine / greedy),
-                better="less",
-                a_value=float(np.median(mine)),
-                b_value=float(np.median(greedy)),
+                b="greedy",
                 of=of,
             )

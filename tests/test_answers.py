@@ -44,7 +44,7 @@ def test_answers_are_packed_as_one_by_one(make: Any, ids: list[bytes], depth: in
         for named, packed in some:
             assert len(set(map(len, named))) == 1
             assert split((named, packed)) == [
-                ((one.id,), argument(one.id) + argument(one.fields[1]))
+                ([one.id], argument(one.id) + argument(one.fields[1]))
                 for one in expected
                 if one.id in named
             ]

@@ -64,10 +64,7 @@ class AnswerWriter:
     ) -> list[list[Outputs]]:
         """The same where `depth` rows in turn are of one session: the answers of each."""
         if len(set(map(len, ids))) == 1:
-            data = self._packed(ids, outputs)
-            step = len(data) * depth // len(ids)
-            starts = zip(range(0, len(ids), depth), range(0, len(data), step), strict=True)
-            return [[(ids[k : k + depth], data[at : at + step])] for k, at in starts]
+            return [[run] for run in split((ids, self._packed(ids, outputs)), depth)]
         each = self.outputs(ids, outputs)
         return [each[k : k + depth] for k in range(0, len(ids), depth)]
 
@@ -144,8 +141,9 @@ class AnswerWriter:
         return Answer(entry.id, ("error", raw), effect=False)
 
 
-def split(outputs: Outputs) -> list[Outputs]:
-    """Answers that were packed together, one by one."""
+def split(outputs: Outputs, depth: int = 1) -> list[Outputs]:
+    """Answers that were packed together, `depth` at a time."""
     ids, packed = outputs
-    size = len(packed) // len(ids)
-    return [((id_,), packed[k * size : (k + 1) * size]) for k, id_ in enumerate(ids)]
+    step = len(packed) * depth // len(ids)
+    starts = zip(range(0, len(ids), depth), range(0, len(packed), step), strict=True)
+    return [(ids[k : k + depth], packed[at : at + step]) for k, at in starts]

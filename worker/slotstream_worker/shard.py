@@ -62,7 +62,6 @@ class Shard:
         self._shed_at: dict[str, float] = {}
         self._portions = Portions(config.read_ahead, host.frames.size)
         self._asked: dict[str, Hosted] = {}
-        self._asked_count = 0
         self._fruitless, self._fruitless_since = 0, 0.0
 
     @property
@@ -290,21 +289,21 @@ class Shard:
         if not hungry or inbox.asking or self.rests_s:
             return
         if asked := self.host.to_read(self.number, self._portions.streams):
-            self._asked, self._asked_count = asked, self._portions.count
+            self._asked = asked
             positions = {name: hosted.read_to for name, hosted in asked.items()}
-            inbox.ask(positions, self._asked_count)
+            inbox.ask(positions, self._portions.count)
 
     def _feed(self) -> None:
         """Take in the read that has come."""
         found = self.partition.inbox.arrived(readable=True)
         if found is None:
             return
-        entries = 0
+        entries, asked_for = 0, self._portions.count
         for session, raws in found.items():
             hosted, count = self._asked[session], len(raws)
             entries += count
             if not hosted.gone:
-                self.host.feed(hosted, raws, more=count >= self._asked_count)
+                self.host.feed(hosted, raws, more=count >= asked_for)
         if found:
             self._portions.found(entries, len(found))
         self._asked = {}
