@@ -253,3 +253,22 @@ def test_workers_that_rebalance_by_themselves_even_out(client, redis_url, thread
     second = thread_worker(model, slots=12, sweep_s=0.3, rebalance=True)
     wait_until(lambda: len(second.worker.host) >= 4, 20, "the second has taken its share")
     wait_until(lambda: len(first.worker.host) + len(second.worker.host) == 10, 20, "all are held")
+
+
+def test_a_reply_counts_once_redis_has_taken_it(redis_url, client, model):
+    worker = Worker(WorkerConfig(redis=redis_url, slots=4, row_counts=(4,)), model)
+    worker.prepare()
+    streams = streams_of(2, 2, model.frame_shape, seed=12)
+    kept, lost = client.open_many(list(streams))
+    metrics = worker.metrics
+    for k, expected in enumerate((2, 3)):
+        for session in (kept, lost):
+            session.push(streams[session.id][k])
+        wait_until(
+            lambda k=k: worker.turn() or client.redis.xlen(kept.outbox) == k + 2, 10, "an answer"
+        )
+        wait_until(lambda k=k: worker.turn() or metrics.lost._value.get() == k, 10, "the other")
+        assert metrics.replies._value.get() == expected
+        client.redis.hset(Keys("slotstream").row(lost.id), "owner", "another-1")
+    worker.drain()
+    worker.close()
